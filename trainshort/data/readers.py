@@ -1,7 +1,7 @@
-"""Reads files forward in small pieces, whatever their size; every row says where the next one begins.
+"""Read text files, JSON Lines files and Parquet files as records, without loading a complete file into memory.
 
-Plain text gives lines or stretches, `.jsonl` and `.parquet` give the field or column "text" of each record. Bytes that
-are not UTF-8 are told with their place, or become U+FFFD.
+Each function takes a cursor, the position after the last record that was read before, and yields the records after it.
+The cursor is a byte offset for text files and JSON Lines, and a row number for Parquet files.
 """
 
 import json
@@ -15,185 +15,301 @@ from trainshort.errors import InputError
 from trainshort.utils import io
 from trainshort.utils.optional import require_package
 
-LONGEST_LINE = 1 << 20
-"""Bytes after which a line without an end is cut."""
-LONGEST_RECORD = 1 << 28
-"""Bytes of the longest record, which is held in memory."""
+# A line of a text file that is longer than this number of bytes is cut.
+MAX_LINE_BYTES = 1 << 20
+
+# The largest size of a JSON Lines record, because a record is held in memory.
+MAX_RECORD_BYTES = 1 << 28
+
+# How many bytes are read from a file at once.
 READ_BYTES = 1 << 20
-"""Bytes that are read at a time."""
 
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 
 def file_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
-    """A file that is one document."""
-    if cursor is None:
-        with _open(path) as file:
-            data = file.read()
-        yield Record(_decode(data, errors, path, 0), len(data), len(data))
+    """Yield a complete text file as one record. Nothing is yielded if a cursor shows that the file was read before."""
+    if cursor is not None:
+        return
+    with _open_at(path) as file:
+        content = file.read()
+    text = _decode_utf8(content, errors, path, offset=0)
+    yield Record(text, cursor=len(content), bytes_read=len(content))
 
 
 def text_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
-    """Lines of a text file; a very long one is cut."""
-    at = cursor or 0
-    with _open(path, at) as file:
-        while line := file.readline(LONGEST_LINE):
-            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                line = line[: _last_good_end(line)]
-                file.seek(at + len(line))
-            text = _decode(line, errors, path, at)
-            at += len(line)
-            yield Record(text, at, at)
+    """Yield the lines of a text file. Lines that are longer than `MAX_LINE_BYTES` are cut.
 
-
-def paragraph_rows(path: Path, cursor: int | None, errors: Errors, size: int) -> Iterator[Record]:
-    """A plain text in documents of one to two times `size` bytes, cut after a blank line where there is one.
-
-    size 4, "a\\nb\\n\\nc d e f":   "a\\nb\\n\\n", "c d e f"
+    Args:
+        path: The text file.
+        cursor: The byte offset of the first line, or None for the start of the file.
+        errors: What happens to bytes that are not valid UTF-8.
     """
-    at = cursor or 0
-    with _open(path, at) as file:
-        buffer, start = b"", 0
+    offset = cursor or 0
+    with _open_at(path, offset) as file:
         while True:
-            if len(buffer) - start <= 2 * size:
-                buffer, start = buffer[start:] + file.read(READ_BYTES), 0
+            line = file.readline(MAX_LINE_BYTES)
+            if not line:
+                return
+            is_incomplete = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
+            if is_incomplete:
+                line = line[: _find_cut(line)]
+                file.seek(offset + len(line))
+            text = _decode_utf8(line, errors, path, offset)
+            offset += len(line)
+            yield Record(text, cursor=offset, bytes_read=offset)
+
+
+def paragraph_rows(path: Path, cursor: int | None, errors: Errors, min_bytes: int) -> Iterator[Record]:
+    """Yield a text file in pieces of one to two times `min_bytes` bytes. A piece ends after a blank line if possible.
+
+    Args:
+        path: The text file.
+        cursor: The byte offset of the first piece, or None for the start of the file.
+        errors: What happens to bytes that are not valid UTF-8.
+        min_bytes: The smallest size of a piece. The last piece can be smaller.
+
+    Example:
+        For `min_bytes=4`, the text "a\\nb\\n\\nc d e f" is yielded as "a\\nb\\n\\n" and "c d e f".
+    """
+    offset = cursor or 0
+    with _open_at(path, offset) as file:
+        buffer = b""
+        start = 0  # the position in the buffer where the next piece starts
+        while True:
+            if len(buffer) - start <= 2 * min_bytes:
+                buffer = buffer[start:] + file.read(READ_BYTES)
+                start = 0
             if not buffer:
                 return
-            end = _stretch_end(buffer, start, size)
-            text = _decode(buffer[start:end], errors, path, at)
-            if at == 0:
-                text = text.removeprefix("\ufeff")  # a byte order mark says nothing in UTF-8
-            at, start = at + end - start, end
-            yield Record(text, at, at)
+            end = _find_paragraph_end(buffer, start, min_bytes)
+            text = _decode_utf8(buffer[start:end], errors, path, offset)
+            if offset == 0:
+                text = text.removeprefix("\ufeff")  # the byte order mark, which some editors write
+            offset += end - start
+            start = end
+            yield Record(text, cursor=offset, bytes_read=offset)
 
 
-def _stretch_end(buffer: bytes, start: int, size: int) -> int:
-    """Where the document ends: after the first blank line, else the last line end, space or character within reach."""
-    least, most = start + size, start + 2 * size
-    if blank := _BLANK_LINE.search(buffer, least, most):
-        return blank.end()
-    if len(buffer) <= most:
+def _find_paragraph_end(buffer: bytes, start: int, min_bytes: int) -> int:
+    """Return the position in the buffer where the piece that begins at `start` ends.
+
+    The piece has between `min_bytes` and twice as many bytes. The piece ends at the first of these places that exists:
+    the first blank line, the end of the text, the last line end, or the place that `_find_cut` returns.
+    """
+    earliest = start + min_bytes
+    latest = start + 2 * min_bytes
+    blank_line = _BLANK_LINE.search(buffer, earliest, latest)
+    if blank_line is not None:
+        return blank_line.end()
+    if len(buffer) <= latest:
         return len(buffer)
-    line_end = buffer.rfind(b"\n", least, most)
-    return line_end + 1 if line_end >= 0 else start + _last_good_end(buffer[start:most])
+    last_newline = buffer.rfind(b"\n", earliest, latest)
+    if last_newline >= 0:
+        return last_newline + 1
+    return start + _find_cut(buffer[start:latest])
 
 
-def _last_good_end(line: bytes) -> int:
-    """Where to cut bytes without a line end: after the last space, else before a character they hold in part only."""
-    space = line.rfind(b" ", len(line) // 2)
-    if space >= 0:
-        return space + 1
-    for back in range(1, 4):
-        if line[-back] & 0xC0 == 0xC0:  # the first byte of a character of two to four bytes
-            return len(line) - back
+def _find_cut(line: bytes) -> int:
+    """Return the position where a line that is too long can be cut.
+
+    The position is after the last space in the second half of the line. Without such a space, the position is the end
+    of the line, or the start of the last UTF-8 character if the character is incomplete.
+    """
+    last_space = line.rfind(b" ", len(line) // 2)
+    if last_space >= 0:
+        return last_space + 1
+    for distance in range(1, 4):
+        # Only the first byte of a UTF-8 character with two to four bytes starts with the bits 11.
+        is_first_byte = line[-distance] & 0xC0 == 0xC0
+        if is_first_byte:
+            return len(line) - distance
     return len(line)
 
 
 def jsonl_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
-    """The "text" of every record; a cursor is a byte offset."""
-    at = cursor or 0
-    with _open(path, at) as file:
-        while line := file.readline(LONGEST_RECORD + 1):
-            if len(line) > LONGEST_RECORD:
+    """Yield the field "text" of each record of a JSON Lines file.
+
+    Args:
+        path: The file. Each line holds a JSON object.
+        cursor: The byte offset of the first line, or None for the start of the file.
+        errors: What happens to bytes that are not valid UTF-8.
+
+    Raises:
+        InputError: If a line is too long, is not a JSON object or has no string in its field "text".
+    """
+    offset = cursor or 0
+    with _open_at(path, offset) as file:
+        while True:
+            line = file.readline(MAX_RECORD_BYTES + 1)
+            if not line:
+                return
+            if len(line) > MAX_RECORD_BYTES:
                 raise InputError(
-                    f"{_line(path, at)}, has more than {LONGEST_RECORD >> 20} MiB. "
-                    "Write one object per line, and cut what is longer."
+                    f"{_describe_line(path, offset)}: the record has more than {MAX_RECORD_BYTES >> 20} MiB. "
+                    "Write one object per line, and split longer records."
                 )
             if line.strip():
-                yield Record(_record_text(line, errors, path, at), at + len(line), at + len(line))
-            at += len(line)
+                text = _parse_record_text(line, errors, path, offset)
+                end = offset + len(line)
+                yield Record(text, cursor=end, bytes_read=end)
+            offset += len(line)
 
 
-def _record_text(line: bytes, errors: Errors, path: Path, at: int) -> str:
-    decoded = _decode(line, errors, path, at)
+def _parse_record_text(line: bytes, errors: Errors, path: Path, offset: int) -> str:
+    """Return the field "text" of one line of a JSON Lines file.
+
+    Args:
+        line: The line.
+        errors: What happens to bytes that are not valid UTF-8.
+        path: The file, for error messages.
+        offset: The byte offset of the line, for error messages.
+    """
+    decoded_line = _decode_utf8(line, errors, path, offset)
     try:
-        record = json.loads(decoded)
-    except (ValueError, RecursionError) as error:  # of the syntax, of a number of 5,000 digits, of nesting
-        why = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
-        if isinstance(error, json.JSONDecodeError):  # which counts lines within the record
-            why = f"{error.msg} at its character {error.pos + 1}"
-        raise InputError(f"{_line(path, at)}, is not JSON ({why}). Write one object per line.") from None
+        record = json.loads(decoded_line)
+    except (ValueError, RecursionError) as error:
+        reason = _describe_json_error(error)
+        raise InputError(
+            f"{_describe_line(path, offset)}: invalid JSON ({reason}). Write one object per line."
+        ) from None
+
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        got = _describe_record(record)
-        raise InputError(f"{_line(path, at)}: expected an object with a string in its field 'text', got {got}.")
+        raise InputError(
+            f"{_describe_line(path, offset)}: expected an object with a string in its field 'text', "
+            f"got {_describe_record(record)}."
+        )
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
+    except UnicodeEncodeError:
+        # The text contains half of a surrogate pair, which JSON writes as an escape sequence such as \ud800.
         if errors == "strict":
             raise InputError(
-                f"{_line(path, at)}, holds half of a surrogate pair, which is not valid Unicode. "
-                "Mend it, or use --errors replace."
+                f"{_describe_line(path, offset)}: half of a surrogate pair is not valid Unicode. "
+                "Correct the line, or use --errors replace."
             ) from None
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
+def _describe_json_error(error: ValueError | RecursionError) -> str:
+    """Return why a line cannot be parsed as JSON, for an error message."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos + 1}"
+    # Python refuses to convert numbers with more than 4,300 digits, and explains at length how to raise the limit.
+    return str(error).partition(";")[0]
+
+
 def _describe_record(record: Any) -> str:
-    """What came instead: {"text": 5} is shown as text = 5, other records by their fields."""
-    if isinstance(record, dict):
-        if "text" in record:
-            return f"text = {json.dumps(record['text'])[:40]}"
-        return f"the fields {', '.join(record)[:80]}" if record else "an empty object"
-    return json.dumps(record)[:40]
+    """Describe a record without a text, for an error message: "text = 5" or "the fields id, title"."""
+    if not isinstance(record, dict):
+        return json.dumps(record)[:40]
+    if not record:
+        return "an empty object"
+    if "text" in record:
+        return f"text = {json.dumps(record['text'])[:40]}"
+    return f"the fields {', '.join(record)[:80]}"
 
 
-def _line(path: Path, at: int) -> str:
-    """The line of a file that begins at byte `at`, as messages name it; lines are counted from 1."""
-    number = 1
-    with _open(path) as file:
-        while at > 0 and (block := file.read(min(at, READ_BYTES))):
-            number += block.count(b"\n")
-            at -= len(block)
-    return f"{path}, line {number}"
+def _describe_line(path: Path, offset: int) -> str:
+    """Return the file and the number of the line that begins at a byte offset, such as "a.jsonl, line 3"."""
+    line_number = 1
+    remaining = offset
+    with _open_at(path) as file:
+        while remaining > 0:
+            block = file.read(min(remaining, READ_BYTES))
+            if not block:
+                break  # The file was shortened by another process.
+            line_number += block.count(b"\n")
+            remaining -= len(block)
+    return f"{path}, line {line_number}"
 
 
 def parquet_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
-    """The "text" column, row by row; a cursor is a row number."""
+    """Yield the column "text" of a Parquet file, row by row.
+
+    Args:
+        path: The Parquet file.
+        cursor: The number of rows that were read before, or None for the start of the file.
+        errors: What happens to bytes that are not valid UTF-8.
+
+    Raises:
+        InputError: If the file cannot be read, or has no column "text" with strings.
+    """
     require_package("pyarrow", f"Reading the Parquet file {path}", "trainshort[hf]")
+    import pyarrow
+
+    table = _open_parquet(path)
+    file_size = path.stat().st_size
+    num_rows = table.metadata.num_rows
+    rows_done = cursor or 0
+
+    rows_read = 0
+    for group in range(table.num_row_groups):
+        group_rows = table.metadata.row_group(group).num_rows
+        if rows_read + group_rows <= rows_done:
+            rows_read += group_rows  # All rows of this group were read before.
+            continue
+        for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=["text"]):
+            # The bytes are decoded here, because pyarrow does not check that they are valid UTF-8.
+            for value in batch.column(0).cast(pyarrow.binary()).to_pylist():
+                rows_read += 1
+                if rows_read <= rows_done:
+                    continue
+                text = _decode_utf8(value or b"", errors, path, offset=0, row=rows_read - 1)
+                yield Record(text, cursor=rows_read, bytes_read=file_size * rows_read // num_rows)
+
+
+def _open_parquet(path: Path) -> Any:
+    """Open a Parquet file, and check that its column "text" holds strings."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(path, memory_map=True, buffer_size=1 << 20)
+        table = pyarrow.parquet.ParquetFile(path, memory_map=True, buffer_size=READ_BYTES)
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist.") from None
+        raise InputError(f"File not found: {path}.") from None
     except pyarrow.ArrowInvalid as error:
-        raise InputError(f"{path} is not a readable parquet file ({error}).") from None
-    columns = table.schema_arrow.names
-    if "text" not in columns:
-        raise InputError(f"{path} should have a column 'text'; its columns are {', '.join(columns)}.")
-    kind = table.schema_arrow.field("text").type
+        raise InputError(f"Cannot read {path} as a Parquet file ({error}).") from None
+
+    column_names = table.schema_arrow.names
+    if "text" not in column_names:
+        raise InputError(f"{path}: expected a column 'text', got the columns {', '.join(column_names)}.")
+    column_type = table.schema_arrow.field("text").type
     try:
-        pyarrow.array([], kind).cast(pyarrow.binary())
+        pyarrow.array([], column_type).cast(pyarrow.binary())
     except pyarrow.ArrowNotImplementedError:
-        raise InputError(f"{path} should hold text in its column 'text'; it holds {kind}.") from None
-    size, rows, start, number = path.stat().st_size, table.metadata.num_rows, cursor or 0, 0
-    for group in range(table.num_row_groups):
-        length = table.metadata.row_group(group).num_rows
-        if number + length <= start:
-            number += length
-            continue
-        for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=["text"]):
-            for value in batch.column(0).cast(pyarrow.binary()).to_pylist():
-                number += 1
-                if number > start:
-                    text = _decode(value or b"", errors, path, 0, row=number - 1)
-                    yield Record(text, number, size * number // rows)
+        raise InputError(f"{path}: expected strings in the column 'text', got {column_type}.") from None
+    return table
 
 
-def _open(path: Path, at: int = 0) -> BinaryIO:
+def _open_at(path: Path, offset: int = 0) -> BinaryIO:
+    """Open a file for reading at a byte offset."""
     file = io.open_file(path, hint="Give a file with text in it.")
-    file.seek(at)
+    file.seek(offset)
     return file
 
 
-def _decode(data: bytes, errors: Errors, path: Path, at: int, row: int | None = None) -> str:
+def _decode_utf8(content: bytes, errors: Errors, path: Path, offset: int, row: int | None = None) -> str:
+    """Decode bytes of a file.
+
+    Args:
+        content: The bytes.
+        errors: What happens to bytes that are not valid UTF-8.
+        path: The file, for error messages.
+        offset: The position of `content` in the file, or in its row of a table, for error messages.
+        row: The number of the row in a table, for error messages. None for other files.
+    """
     try:
-        return data.decode("utf-8", errors)
+        return content.decode("utf-8", errors)
     except UnicodeDecodeError as error:
-        where = f"byte {at + error.start}" + ("" if row is None else f" of row {row}")
+        position = f"byte {offset + error.start}"
+        if row is not None:
+            position += f" of row {row}"
         raise InputError(
-            f"{path} is not valid UTF-8 at {where} (0x{data[error.start]:02x}). "
-            "Convert the file, or use --errors replace to put U+FFFD in such places."
+            f"{path} is not valid UTF-8 at {position} (0x{content[error.start]:02x}). "
+            "Convert the file, or use --errors replace to replace invalid bytes by U+FFFD."
         ) from None

@@ -1,4 +1,9 @@
-"""The rule that assigns documents to the splits train, valid and test."""
+"""The rule that assigns the documents of a corpus to the splits train, valid and test.
+
+A corpus that was published with a train split, but without a valid or test split, gets the missing splits from its
+training documents. A hash of the text selects the documents, so the selection is always the same. Identical documents
+are always assigned to the same split. No copy of a training document is therefore evaluated.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -6,52 +11,92 @@ from dataclasses import dataclass
 from trainshort.data.documents import SPLITS, Corpus, Document, Errors
 from trainshort.errors import InputError
 
+# The share of the documents that is used for validation. The same share is used for testing.
 HELD_OUT_FRACTION = 0.05
-"""Share of the documents in each of valid and test ..."""
+
+# For a large corpus, the share is reduced such that each of the two splits has about this many bytes.
 HELD_OUT_BYTES = 50_000_000
-"""... as long as that is no more than about this much text."""
+
+# Corpora up to this size are read once before the preparation, so that the shares are exact and not zero.
 EXACT_SPLIT_MAX_BYTES = 1 << 26
-"""Corpora up to this size are read once more before, so that the shares are exact and never zero."""
+
+# Hashes of documents are below this number.
+HASH_LIMIT = 2**64
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """Hashes below `test` are held out for test, those from there to `valid` for valid, in so far as they are missing.
+    """Assigns documents to splits by a hash of their text.
 
-    missing=(valid, test), test=5, valid=10:   hash 3 -> test, 7 -> valid, 12 -> train
+    Attributes:
+        missing: The splits that the corpus lacks: "valid", "test", both or none.
+        test_below: Documents with a hash below this number belong to test, if test is missing.
+        valid_below: Documents with a hash from `test_below` to this number belong to valid, if valid is missing.
+
+    Example:
+        Splitter(missing=("valid", "test"), test_below=5, valid_below=10) assigns a document with the hash 3 to test,
+        with the hash 7 to valid and with the hash 12 to train.
     """
 
     missing: tuple[str, ...]
-    test: int = 0
-    valid: int = 0
+    test_below: int = 0
+    valid_below: int = 0
 
     def split(self, document: Document) -> str:
+        """Return the split of a document: "train", "valid" or "test"."""
         if document.split != "train" or not self.missing:
             return document.split
-        number = text_hash(document.text)
-        drawn = "test" if number < self.test else "valid" if number < self.valid else "train"
-        return drawn if drawn in self.missing else "train"
+        document_hash = hash_text(document.text)
+        if document_hash < self.test_below:
+            split = "test"
+        elif document_hash < self.valid_below:
+            split = "valid"
+        else:
+            split = "train"
+        return split if split in self.missing else "train"
 
 
-def text_hash(text: str) -> int:
-    """64 bits that depend on the text alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+def hash_text(text: str) -> int:
+    """Return a hash of a text with 64 bits. The hash is the same in every process."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def make_splitter(corpus: Corpus, errors: Errors) -> Splitter:
-    """The rule for this corpus. Small corpora are read for it: the bounds are some of their sorted hashes, with a
-    twentieth of the documents, and one at least, below each."""
-    missing = tuple(name for name in SPLITS[1:] if name not in corpus.splits) if "train" in corpus.splits else ()
+    """Create the rule that assigns the documents of a corpus to splits.
+
+    A small corpus is read completely. The bounds of the rule are then chosen from the sorted hashes of its documents,
+    so that valid and test get 5 % of the documents, and at least one document each.
+
+    Args:
+        corpus: The corpus.
+        errors: What happens to bytes that are not valid UTF-8.
+
+    Returns:
+        The rule. It changes nothing for a corpus that has all splits, or that has no training documents.
+
+    Raises:
+        InputError: If the corpus has fewer than three different documents.
+    """
+    if "train" not in corpus.splits:
+        return Splitter(())
+    missing = tuple(split for split in ("valid", "test") if split not in corpus.splits)
     if not missing:
         return Splitter(())
+
     if corpus.size is None or corpus.size > EXACT_SPLIT_MAX_BYTES:
-        share = min(HELD_OUT_FRACTION, HELD_OUT_BYTES / corpus.size) if corpus.size else HELD_OUT_FRACTION
-        return Splitter(missing, int(share * 2**64), int(2 * share * 2**64))
-    ranked = sorted({text_hash(one.text) for one in corpus.documents(errors=errors) if one.split == "train"})
-    if len(ranked) < 3:
+        fraction = HELD_OUT_FRACTION
+        if corpus.size:
+            fraction = min(HELD_OUT_FRACTION, HELD_OUT_BYTES / corpus.size)
+        return Splitter(missing, int(fraction * HASH_LIMIT), int(2 * fraction * HASH_LIMIT))
+
+    hashes = {hash_text(document.text) for document in corpus.documents(errors=errors) if document.split == "train"}
+    if len(hashes) < len(SPLITS):
+        count = "1 different document" if len(hashes) == 1 else f"{len(hashes)} different documents"
         raise InputError(
-            f"'{corpus.name}' holds {len(ranked)} different document{'' if len(ranked) == 1 else 's'}, too few to "
-            "split into train, valid and test. Give more text, or files named train, valid and test."
+            f"'{corpus.name}' holds {count}, too few to split into train, valid and test. "
+            "Give more text, or files named train, valid and test."
         )
-    held_out = max(1, round(HELD_OUT_FRACTION * len(ranked)))
-    return Splitter(missing, ranked[held_out], ranked[2 * held_out])
+    sorted_hashes = sorted(hashes)
+    held_out = max(1, round(HELD_OUT_FRACTION * len(sorted_hashes)))
+    return Splitter(missing, sorted_hashes[held_out], sorted_hashes[2 * held_out])

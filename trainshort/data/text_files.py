@@ -1,7 +1,7 @@
-"""Text in files: one file, a folder or a glob of `.txt`, `.md`, WikiText's `.tokens`, `.raw`, or `.jsonl`, `.parquet`.
+"""Corpora that consist of files: one file, all files of a folder, or the files that match a glob pattern.
 
-A folder whose files are named train..., valid..., test... keeps those splits; otherwise the text counts as unsplit (see
-document.py).
+If the names of the files begin with train, valid and test, each file belongs to the split in its name. Otherwise the
+corpus counts as published without splits (see splits.py).
 """
 
 import hashlib
@@ -12,34 +12,63 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainshort.data.documents import HEADING, SPLITS, Document, Errors, Kind, Record, articles, group_into_documents
+from trainshort.data.documents import (
+    HEADING,
+    Document,
+    DocumentKind,
+    Errors,
+    Record,
+    group_into_articles,
+    group_into_documents,
+)
 from trainshort.data.readers import file_rows, jsonl_rows, paragraph_rows, parquet_rows, text_rows
 from trainshort.errors import InputError
 
+# Suffixes of plain text. Python files are read only for the corpus "stdlib", which names its files itself.
 TEXT_SUFFIXES = (".txt", ".md", ".tokens", ".raw", ".py")
+
+# Suffixes of the files that a user can give. Other files in a folder are skipped.
 SUFFIXES = (".txt", ".md", ".tokens", ".raw", ".jsonl", ".parquet")
-ARCHIVES = (".zip", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".tar", ".7z", ".rar")
+
+ARCHIVE_SUFFIXES = (".zip", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".tar", ".7z", ".rar")
+
+# A plain text is cut into about this many documents, if the documents then have a size within these limits.
 TARGET_DOCUMENTS = 256
-"""A plain text is cut into about this many documents, as long as they keep a sensible size."""
+MIN_DOCUMENT_BYTES = 64
+MAX_DOCUMENT_BYTES = 1 << 16
 
-_SPLIT_NAME = re.compile(r"(?:wiki\.)?(?:(train|training)|(valid|validation|val|dev)|(test))(?:[-_.].*)?")
+# Names of files and folders that tell the split, such as "wiki.valid.raw" or "train-00001".
+_SPLIT_NAME = re.compile(
+    r"(?:wiki\.)?(?:(?P<train>train|training)|(?P<valid>valid|validation|val|dev)|(?P<test>test))(?:[-_.].*)?"
+)
 
+# Pairs of the name of a file that is not read, and the reason.
 SkippedFiles = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file: its split, and how its rows become documents."""
+    """One file of a corpus.
+
+    Attributes:
+        path: The file.
+        split: The split that the file belongs to.
+        kind: What becomes a document.
+        size: The size in bytes.
+    """
 
     path: Path
     split: str
-    kind: Kind
+    kind: DocumentKind
     size: int
 
 
 @dataclass(frozen=True)
 class FileCorpus:
-    """Files read one after the other; the cursor is [file, cursor in it]."""
+    """A `Corpus` of files, which are read one after another.
+
+    The cursor of a document is a list of two values: the index of the file, and the position in the file.
+    """
 
     name: str
     files: tuple[TextFile, ...]
@@ -49,135 +78,234 @@ class FileCorpus:
 
     @property
     def size(self) -> int:
+        """The size of all files in bytes."""
         return sum(file.size for file in self.files)
 
     @property
     def splits(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(file.split for file in self.files))
+        """The splits of the files, each once, in the order of the files."""
+        unique_splits = dict.fromkeys(file.split for file in self.files)
+        return tuple(unique_splits)
 
     @property
     def paths(self) -> tuple[Path, ...]:
+        """The paths of all files."""
         return tuple(file.path for file in self.files)
 
     @property
-    def stretch(self) -> int:
-        """Size of a plain text's documents: small texts are cut finer, so that all three splits get some."""
-        return min(max(self.size // TARGET_DOCUMENTS, 64), 1 << 16)
+    def document_size(self) -> int:
+        """The smallest size of the documents into which a plain text is cut.
+
+        Small texts are cut into smaller documents, so that there are enough documents for three splits.
+        """
+        size = max(self.size // TARGET_DOCUMENTS, MIN_DOCUMENT_BYTES)
+        return min(size, MAX_DOCUMENT_BYTES)
 
     def documents(self, cursor: Any = None, errors: Errors = "strict") -> Iterator[Document]:
-        first, cursor = cursor or (0, None)
-        before = sum(file.size for file in self.files[:first])
-        for index, file in enumerate(self.files[first:], first):
-            for row in self._rows(file, cursor, errors):
-                if row.text:
-                    yield Document(row.text, file.split, [index, row.cursor], before + row.done)
-            before += file.size
-            cursor = None
+        """Yield all documents after a position.
 
-    def _rows(self, file: TextFile, cursor: Any, errors: Errors) -> Iterator[Record]:
-        """The file's documents from a cursor on."""
-        if suffix(file.path) in TEXT_SUFFIXES:
+        Args:
+            cursor: The cursor of the last document that was read before. None starts at the first file.
+            errors: What happens to bytes that are not valid UTF-8.
+        """
+        first_index, cursor_in_file = cursor or (0, None)
+        bytes_of_earlier_files = sum(file.size for file in self.files[:first_index])
+        for index, file in enumerate(self.files[first_index:], first_index):
+            for record in self._read_file(file, cursor_in_file, errors):
+                if record.text:
+                    bytes_read = bytes_of_earlier_files + record.bytes_read
+                    yield Document(record.text, file.split, [index, record.cursor], bytes_read)
+            bytes_of_earlier_files += file.size
+            cursor_in_file = None  # All later files are read from the start.
+
+    def _read_file(self, file: TextFile, cursor: Any, errors: Errors) -> Iterator[Record]:
+        """Return one record for each document of a file, from a position on."""
+        file_suffix = suffix(file.path)
+        if file_suffix in TEXT_SUFFIXES:
             if file.kind == "whole":
                 return file_rows(file.path, cursor, errors)
             if file.kind == "articles":
-                return articles(text_rows(file.path, cursor, errors))
-            return paragraph_rows(file.path, cursor, errors, self.stretch)
-        read = jsonl_rows if suffix(file.path) == ".jsonl" else parquet_rows
-        return group_into_documents(read(file.path, cursor, errors), file.kind, self.stretch)
+                return group_into_articles(text_rows(file.path, cursor, errors))
+            return paragraph_rows(file.path, cursor, errors, self.document_size)
+        if file_suffix == ".jsonl":
+            records = jsonl_rows(file.path, cursor, errors)
+        else:
+            records = parquet_rows(file.path, cursor, errors)
+        return group_into_documents(records, file.kind, self.document_size)
 
 
 def file_corpus(
-    name: str, paths: list[Path], root: Path | None = None, kind: Kind | None = None, skipped_files: SkippedFiles = ()
+    name: str,
+    paths: list[Path],
+    root: Path | None = None,
+    kind: DocumentKind | None = None,
+    skipped_files: SkippedFiles = (),
 ) -> FileCorpus:
-    """A corpus of these files; `root` is the folder that was named, if one was. Without a `kind`, looks for it."""
+    """Create a corpus from files.
+
+    Args:
+        name: The name of the corpus.
+        paths: The files, in the order in which they are read.
+        root: The folder that the user named. Names of subfolders can then also tell the split of a file.
+        kind: What becomes a document. By default, the kind is chosen for each file from its suffix and its first lines.
+        skipped_files: Names of files that are not read, each with the reason.
+
+    Raises:
+        InputError: If a file does not exist, or if all files, the only file or a file of a split are empty.
+    """
     for path in paths:
         if not path.exists():
-            raise InputError(f"{path} does not exist.")
+            raise InputError(f"File not found: {path}.")
     sizes = {path: path.stat().st_size for path in paths}
-    names = {path: _split_name(path, root) for path in paths}
-    # A single file's name says nothing, and one that fits no split means that the others fit by accident.
-    published = len(paths) > 1 and all(names.values())
-    empty = [path for path in paths if not sizes[path]]
-    if empty and (published or len(paths) == 1):
-        raise InputError(f"{empty[0]} is empty. Give a file with text in it.")
-    if len(empty) == len(paths):
+    split_names = {path: _split_from_name(path, root) for path in paths}
+
+    # The names tell the splits only if all names do. The name of a single file does not count.
+    has_published_splits = len(paths) > 1 and all(split_names.values())
+
+    empty_paths = [path for path in paths if sizes[path] == 0]
+    if empty_paths and (has_published_splits or len(paths) == 1):
+        raise InputError(f"The file {empty_paths[0]} is empty. Give a file with text in it.")
+    if len(empty_paths) == len(paths):
         raise InputError(f"All {len(paths)} files of '{name}' are empty.")
-    files = tuple(
-        TextFile(path, (names[path] if published else None) or "train", kind or _kind(path), sizes[path])
-        for path in paths
-        if sizes[path]
-    )
-    parts = "".join(f"{_relative_name(file.path, root)}\0{file.size}\0{file.kind}\0{file.split}\n" for file in files)
-    skipped_files = (*skipped_files, *((_relative_name(path, root), "empty") for path in empty))
-    return FileCorpus(name, files, hashlib.sha256(parts.encode()).hexdigest(), skipped_files)
+
+    files = []
+    for path in paths:
+        if sizes[path] == 0:
+            continue
+        split = "train"
+        if has_published_splits:
+            split = split_names[path] or "train"
+        files.append(TextFile(path, split, kind or _detect_kind(path), sizes[path]))
+
+    fingerprint = hashlib.sha256()
+    for file in files:
+        line = f"{_relative_name(file.path, root)}\0{file.size}\0{file.kind}\0{file.split}\n"
+        fingerprint.update(line.encode())
+    skipped_empty_files = [(_relative_name(path, root), "empty") for path in empty_paths]
+    return FileCorpus(name, tuple(files), fingerprint.hexdigest(), (*skipped_files, *skipped_empty_files))
 
 
-def folder_corpus(name: str, folder: Path, kind: Kind | None = None) -> FileCorpus:
-    """All text files below a folder, in the order of their names; what is not read is named with the reason."""
-    paths, skipped_files = select(
-        sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()), folder
-    )
+def folder_corpus(name: str, folder: Path, kind: DocumentKind | None = None) -> FileCorpus:
+    """Create a corpus from all text files of a folder and its subfolders, in the order of their names.
+
+    Args:
+        name: The name of the corpus.
+        folder: The folder.
+        kind: What becomes a document. By default, the kind is chosen for each file.
+
+    Raises:
+        InputError: If the folder contains no text file, or if the files are empty.
+    """
+    all_paths = sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix())
+    paths, skipped_files = select_text_files(all_paths, folder)
     if not paths:
-        raise InputError(f"{folder} holds no {', '.join(SUFFIXES)} file. Name a folder with text in it.")
+        raise InputError(f"{folder} contains no {', '.join(SUFFIXES)} file. Give a folder with text files.")
     return file_corpus(name, paths, folder, kind, skipped_files)
 
 
-def select(paths: list[Path], root: Path | None = None) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Those of the files that are read, and the others with the reason; a hidden folder is named once."""
-    found: list[Path] = []
-    others: dict[str, str] = {}
+def select_text_files(paths: list[Path], root: Path | None = None) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Select the files that are read as text.
+
+    Args:
+        paths: Files and folders. Folders are ignored.
+        root: The folder that the user named, if any. Files in hidden folders below it are skipped.
+
+    Returns:
+        Two lists. The first list contains the files to read. The second list contains the name of each skipped file
+        and the reason. All files of a hidden folder are one entry.
+    """
+    text_files: list[Path] = []
+    skipped: dict[str, str] = {}
     for path in paths:
-        parts = path.relative_to(root).parts if root else (path.name,)
-        hidden = next((index for index, part in enumerate(parts) if part.startswith(".")), None)
-        if hidden is not None:
-            others["/".join(parts[: hidden + 1])] = "hidden"
+        hidden_name = _hidden_part(path, root)
+        if hidden_name is not None:
+            skipped[hidden_name] = "hidden"
         elif not path.is_dir():
-            if reason := _skip_reason(path):
-                others[_relative_name(path, root)] = reason
+            reason = _skip_reason(path)
+            if reason is None:
+                text_files.append(path)
             else:
-                found.append(path)
-    # The README.md of a corpus with train, valid and test is about the text, and not of it.
-    texts = [path for path in found if suffix(path) != ".md"]
-    if len(texts) > 1 and all(_split_name(path, root) for path in texts):
-        notes = [path for path in found if path not in texts and not _split_name(path, root)]
-        others |= {
-            _relative_name(path, root): "lies beside files that are named train, valid or test" for path in notes
-        }
-        found = [path for path in found if path not in notes]
-    return found, list(others.items())
+                skipped[_relative_name(path, root)] = reason
+
+    for path in _find_readme_files(text_files, root):
+        skipped[_relative_name(path, root)] = "in a folder of files that are named train, valid or test"
+        text_files.remove(path)
+    return text_files, list(skipped.items())
+
+
+def _hidden_part(path: Path, root: Path | None) -> str | None:
+    """Return the hidden file or folder that a path leads through, or None. Hidden names start with a period.
+
+    Example:
+        The hidden part of "/texts/.git/logs/HEAD" below the root "/texts" is ".git".
+    """
+    parts = path.relative_to(root).parts if root else (path.name,)
+    for index, part in enumerate(parts):
+        if part.startswith("."):
+            return "/".join(parts[: index + 1])
+    return None
+
+
+def _find_readme_files(text_files: list[Path], root: Path | None) -> list[Path]:
+    """Return the Markdown files that describe a corpus with splits, such as its README.md.
+
+    The result is empty unless all other files are named train, valid or test.
+    """
+    other_files = [path for path in text_files if suffix(path) != ".md"]
+    has_splits = len(other_files) > 1 and all(_split_from_name(path, root) for path in other_files)
+    if not has_splits:
+        return []
+    markdown_files = [path for path in text_files if suffix(path) == ".md"]
+    return [path for path in markdown_files if _split_from_name(path, root) is None]
 
 
 def suffix(path: Path) -> str:
-    """How a file's name ends, in small letters: NOTES.TXT is a .txt."""
+    """Return the suffix of a file name in lower case: ".txt" for NOTES.TXT."""
     return path.suffix.lower()
 
 
 def _skip_reason(path: Path) -> str | None:
-    """Why a file is not read, or None when it is."""
-    if suffix(path) in ARCHIVES:
+    """Return why a file is not read, or None if it is read."""
+    if suffix(path) in ARCHIVE_SUFFIXES:
         return "an archive, unpack it first"
     if suffix(path) not in SUFFIXES:
         return f"not one of {', '.join(SUFFIXES)}"
-    return None if path.is_file() else "no file, or a link to none"
-
-
-def _relative_name(path: Path, root: Path | None) -> str:
-    return path.relative_to(root).as_posix() if root else path.name
-
-
-def _split_name(path: Path, root: Path | None) -> str | None:
-    """The split that a file's name, or that of a folder it lies in below the named one, announces."""
-    parents = path.relative_to(root).parts[:-1] if root else ()
-    for part in (path.stem, *reversed(parents)):
-        if match := _SPLIT_NAME.fullmatch(part):
-            return SPLITS[match.lastindex - 1] if match.lastindex else None
+    if not path.is_file():
+        return "not a regular file, or a broken link"
     return None
 
 
-def _kind(path: Path) -> Kind:
-    """WikiText is known by its first title; other texts are cut into stretches, and records are documents."""
+def _relative_name(path: Path, root: Path | None) -> str:
+    """Return the path below the folder `root`, or the name of the file if there is no such folder."""
+    return path.relative_to(root).as_posix() if root else path.name
+
+
+def _split_from_name(path: Path, root: Path | None) -> str | None:
+    """Return the split that a file name tells, or None.
+
+    If the name of the file tells no split, the names of its folders below `root` are used.
+
+    Example:
+        "wiki.valid.tokens" and "validation/part-1.txt" tell the split "valid".
+    """
+    folder_names = path.relative_to(root).parts[:-1] if root else ()
+    for name in (path.stem, *reversed(folder_names)):
+        match = _SPLIT_NAME.fullmatch(name)
+        if match is not None:
+            return match.lastgroup
+    return None
+
+
+def _detect_kind(path: Path) -> DocumentKind:
+    """Choose what becomes a document of a file. WikiText is recognized by an article title in its first three lines."""
     if suffix(path) == ".jsonl":
         return "rows"
-    read, otherwise = (parquet_rows, "rows") if suffix(path) == ".parquet" else (text_rows, "stretches")
-    titled = any(HEADING.fullmatch(row.text) for row in islice(read(path, None, "replace"), 3))
-    return "articles" if titled else otherwise
+    if suffix(path) == ".parquet":
+        records = parquet_rows(path, None, "replace")
+        default_kind: DocumentKind = "rows"
+    else:
+        records = text_rows(path, None, "replace")
+        default_kind = "stretches"
+    first_records = islice(records, 3)
+    has_title = any(HEADING.fullmatch(record.text) for record in first_records)
+    return "articles" if has_title else default_kind

@@ -1,4 +1,7 @@
-"""What a benchmark run stores: measured values with their spread, and where they come from. No torch.
+"""The result file of `trainshort bench`: measured values, and where they come from. This module does not import torch.
+
+The file has the following form. A case says what was measured, for example which backend at which length. Two files are
+compared case by case. `seconds` are the times of all rounds. The measured value is computed from them.
 
     {"format": 2,
      "made": {time, commit, versions, machine, threads},
@@ -7,8 +10,6 @@
      "suites": {"attention": [{"case": {"engine": "windowed", "tokens": 1024},
                                "measured": {"forward": {"value": 2.1, "unit": "ms", "spread": 0.03, ...}, ...},
                                "seconds": {"forward": [...]}}, ...]}}
-
-A case says what was measured, and two files are compared case by case; `seconds` are the turns behind the medians.
 """
 
 import json
@@ -24,93 +25,123 @@ from trainshort.errors import InputError
 from trainshort.utils.io import MissingFileError, make_folder, read_json, read_with_checksum, write_with_checksum
 
 BENCH_FORMAT = 2
-RATIO = "×"  # noqa: RUF001  (the sign that readers know)
-"""Unit of a multiple of something else."""
+"""The version of the file format. Files with another version are rejected."""
 
+RATIO = "×"  # noqa: RUF001  (the multiplication sign)
+"""The unit of a ratio."""
 
 Case = dict[str, str | int]
-"""What was measured: {"engine": "windowed", "tokens": 1024}."""
+"""What was measured, for example {"engine": "windowed", "tokens": 1024}."""
 
 
 class Measure(StrictConfig):
-    """One number."""
+    """One measured value."""
 
     value: FiniteFloat
+    """The value. If it was measured several times, the median."""
     unit: str = ""
-    """ms, tokens/s, MB, %, RATIO, or nothing."""
+    """The unit: ms, tokens/s, MB, %, `RATIO` or empty."""
     spread: FiniteFloat | None = None
-    """Half the distance between the quartiles of its turns, as a share of the value; None when measured once."""
+    """Half of the interquartile range of all rounds, divided by the value. None if it was measured once."""
     better: Literal["lower", "higher"] | None = None
+    """Whether lower or higher values are better."""
 
 
 class Measurement(StrictConfig):
-    """One case: an engine at a length, a model at a length, a cache at a context."""
+    """All values that were measured for one case."""
 
     case: Case
+    """What was measured."""
     measured: dict[str, Measure]
+    """The measured values by name."""
     seconds: dict[str, tuple[FiniteFloat, ...]] = Field(default_factory=dict)
-    """The turns behind the medians, in their order, so that other summaries can be made of them."""
+    """The times of all rounds in their order, so that other statistics can be computed later."""
     note: str = ""
-    """What a number cannot say."""
+    """A remark on the values."""
 
     @property
     def name(self) -> str:
-        """`windowed, 1,024 tokens`"""
-        return ", ".join(f"{value:,} {key}" if isinstance(value, int) else value for key, value in self.case.items())
+        """The case as text: "windowed, 1,024 tokens"."""
+        parts = []
+        for key, value in self.case.items():
+            parts.append(f"{value:,} {key}" if isinstance(value, int) else value)
+        return ", ".join(parts)
 
     @property
     def key(self) -> str:
+        """The case as a string that is the same for equal cases."""
         return json.dumps(self.case, sort_keys=True)
 
 
 class BenchResult(StrictConfig):
-    """One run of the suite."""
+    """The results of one run of `trainshort bench`."""
 
     format: int = BENCH_FORMAT
+    """The version of the file format."""
     made: dict[str, Any]
-    """Time, commit, versions, machine with its rates, threads."""
+    """Where the result comes from: the time, the commit, versions of packages, the machine and the threads."""
     settings: dict[str, Any]
+    """The settings of the run and of each suite."""
     finished: bool = False
-    """Whether everything that was asked for is in it."""
+    """Whether the file contains everything that the user requested."""
     suites: dict[str, tuple[Measurement, ...]] = Field(default_factory=dict)
+    """The measurements of each suite."""
 
     def with_rows(self, suite: str, rows: Sequence[Measurement]) -> "BenchResult":
-        return self.model_copy(update={"suites": {**self.suites, suite: (*self.suites.get(suite, ()), *rows)}})
+        """Return a copy with further measurements of a suite."""
+        earlier_rows = self.suites.get(suite, ())
+        suites = {**self.suites, suite: (*earlier_rows, *rows)}
+        return self.model_copy(update={"suites": suites})
 
     @property
     def machine(self) -> str:
-        """`AMD EPYC, 2 cores, 2 threads`"""
+        """The machine as text: "AMD EPYC, 2 cores, 2 threads"."""
         machine = self.made.get("machine") or {}
         threads = self.made.get("threads")
-        parts = [machine.get("cpu"), f"{machine.get('cores')} cores", f"{threads} thread{'' if threads == 1 else 's'}"]
+        thread_text = "1 thread" if threads == 1 else f"{threads} threads"
+        parts = [machine.get("cpu"), f"{machine.get('cores')} cores", thread_text]
         return ", ".join(str(part) for part in parts if part)
 
 
 def median_of(values: Sequence[float], unit: str, better: Literal["lower", "higher"]) -> Measure:
-    """The median of some turns with its spread; of fewer than four turns the spread is half their range.
+    """Return the median of several measurements with its spread.
 
-    1 2 3 4 100   →   3, spread (52 - 1.5) / 2 / 3
+    The spread is half of the interquartile range, divided by the median. For two or three values, half of their range
+    is used instead. The spread of a single value is None.
+
+    Args:
+        values: The measurements.
+        unit: The unit of the values.
+        better: Whether lower or higher values are better.
+
+    Example:
+        The median of 1, 2, 3, 4 and 100 is 3. The quartiles are 1.5 and 52, so the spread is (52 - 1.5) / 2 / 3.
     """
-    middle = statistics.median(values)
-    if len(values) < 2 or not middle:
-        return Measure(value=middle, unit=unit, better=better)
+    median = statistics.median(values)
+    if len(values) < 2 or median == 0:
+        return Measure(value=median, unit=unit, better=better)
     if len(values) < 4:
-        low, high = min(values), max(values)
+        low = min(values)
+        high = max(values)
     else:
         low, _, high = statistics.quantiles(values, n=4)
-    return Measure(value=middle, unit=unit, better=better, spread=(high - low) / 2 / abs(middle))
+    spread = (high - low) / 2 / abs(median)
+    return Measure(value=median, unit=unit, better=better, spread=spread)
 
 
-def to_megabytes(count: float) -> Measure:
-    return Measure(value=count / 2**20, unit="MB", better="lower")
+def to_megabytes(byte_count: float) -> Measure:
+    """Return a number of bytes as a measure in MB (2**20 bytes)."""
+    return Measure(value=byte_count / 2**20, unit="MB", better="lower")
 
 
-def to_percent(part: float, whole: float, better: Literal["lower", "higher"]) -> Measure:
-    return Measure(value=100 * part / whole, unit="%", better=better)
+def to_percent(part: float, total: float, better: Literal["lower", "higher"]) -> Measure:
+    """Return `part` as a percentage of `total`."""
+    return Measure(value=100 * part / total, unit="%", better=better)
 
 
-def to_ratio(one: float, other: float, better: Literal["lower", "higher"]) -> Measure:
-    return Measure(value=one / other, unit=RATIO, better=better)
+def to_ratio(value: float, baseline: float, better: Literal["lower", "higher"]) -> Measure:
+    """Return the ratio of a value to a baseline."""
+    return Measure(value=value / baseline, unit=RATIO, better=better)
 
 
 def format_number(value: float) -> str:
@@ -126,32 +157,56 @@ def format_measure(measure: Measure) -> str:
 
 
 def group_by_case_keys(rows: Sequence[Measurement]) -> list[tuple[list[Measurement], dict[str, str]]]:
-    """Rows whose cases have the same parts, for a table of their own, and its columns: each measure with its unit."""
-    kinds: dict[tuple[str, ...], list[Measurement]] = {}
+    """Group measurements whose cases have the same keys. Each group is shown as a table.
+
+    Args:
+        rows: The measurements.
+
+    Returns:
+        The measurements of each group, and the columns of its table: the unit of each measured value by name.
+    """
+    groups: dict[tuple[str, ...], list[Measurement]] = {}
     for row in rows:
-        kinds.setdefault(tuple(row.case), []).append(row)
-    return [(kind, {name: one.unit for row in kind for name, one in row.measured.items()}) for kind in kinds.values()]
+        case_keys = tuple(row.case)
+        groups.setdefault(case_keys, []).append(row)
+
+    tables = []
+    for group in groups.values():
+        units = {}
+        for row in group:
+            for name, measure in row.measured.items():
+                units[name] = measure.unit
+        tables.append((group, units))
+    return tables
 
 
 def save_bench_result(bench: BenchResult, path: Path) -> None:
+    """Save a benchmark result as a JSON file with a checksum. The folder is created if it does not exist."""
     make_folder(path.parent)
     write_with_checksum(path, json.loads(bench.model_dump_json()))
 
 
 def load_bench_result(path: Path) -> BenchResult:
-    """Read a stored result; anything else is told in words."""
+    """Load a benchmark result.
+
+    Args:
+        path: The JSON file.
+
+    Raises:
+        InputError: If the file does not exist, is damaged, or is not a benchmark result of this format.
+    """
     try:
         values = read_with_checksum(path, hint="Measure again.")
     except MissingFileError:
         raise InputError(
-            f"There is no benchmark result at {path}. Make one by: trainshort bench --out {path}."
+            f"There is no benchmark result at {path}. Create it with: trainshort bench --out {path}"
         ) from None
     if not is_bench_result(values):
         raise InputError(f"{path} is not a result of `trainshort bench`.")
     if values["format"] != BENCH_FORMAT:
         raise InputError(
-            f"{path} is a benchmark result of format {values['format']!r}; "
-            f"this version reads {BENCH_FORMAT}. Measure again."
+            f"Unsupported benchmark result {path}: expected format {BENCH_FORMAT}, got {values['format']!r}. "
+            "Measure again."
         )
     try:
         return BenchResult.parse(values)
@@ -160,18 +215,37 @@ def load_bench_result(path: Path) -> BenchResult:
 
 
 def is_bench_result(values: Any) -> bool:
-    """Whether some JSON is meant as a benchmark result."""
+    """Return whether a JSON value has the keys of a benchmark result."""
     return isinstance(values, dict) and {"format", "made", "suites"} <= values.keys()
 
 
 def find_bench_results(folder: Path) -> list[tuple[Path, BenchResult]]:
-    """Results in a folder and in its `bench`, the newest last. Other JSON may lie beside them in the folder itself."""
+    """Find all benchmark results in a folder and in its subfolder `bench`.
+
+    All JSON files in the subfolder must be benchmark results. Other JSON files in the folder itself are ignored.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        The paths and the results, sorted by the time of the measurement.
+
+    Raises:
+        InputError: If a benchmark result is damaged.
+    """
     paths = sorted((folder / "bench").glob("*.json"))
     for path in sorted(folder.glob("*.json")):
         try:
-            if is_bench_result(read_json(path)):
-                paths.append(path)
+            values = read_json(path)
         except InputError:
-            continue  # not ours to judge
-    found = [(path, load_bench_result(path)) for path in paths]
-    return sorted(found, key=lambda one: str(one[1].made.get("time", "")))
+            continue  # The file is not valid JSON, so it is not a benchmark result.
+        if is_bench_result(values):
+            paths.append(path)
+    results = [(path, load_bench_result(path)) for path in paths]
+    return sorted(results, key=_measurement_time)
+
+
+def _measurement_time(path_and_result: tuple[Path, BenchResult]) -> str:
+    """Return the time at which a result was measured, for sorting. The time is a text such as 2026-01-31T12:00:00."""
+    _, result = path_and_result
+    return str(result.made.get("time", ""))

@@ -1,9 +1,8 @@
-"""Plug-ins: Python files named by `--plugin`, and installed packages with an entry point in `trainshort.plugins`.
+"""Load plug-ins: Python files that the user names with `--plugin`, and installed packages.
 
-A plug-in adds entries to the registries (registry.py) with the decorators of this package. A run folder contains no
-code: the run stores the name and the sha256 of each plug-in that the run needs.
-
-`--plugin` also sets an environment variable, so that subprocesses load the same files.
+An installed package is a plug-in if it has an entry point in the group `trainshort.plugins`. A plug-in adds entries to
+the registries (registry.py) with the decorators of this package. Run folders contain no code. A run stores the name and
+the SHA-256 of each plug-in that the run needs.
 """
 
 import hashlib
@@ -26,71 +25,122 @@ if TYPE_CHECKING:
     from trainshort.config.run_config import PluginRecord
     from trainshort.utils.registry import Registry
 
-PLUGIN_ENV_VAR = "TRAINSHORT_PLUGINS"
-"""Environment variable with the plug-in files of this command, as PATH has folders."""
-ENTRY_POINT_GROUP = "trainshort.plugins"
-"""Entry point group of installed plug-ins."""
 PLUGIN_OPTION = "--plugin"
-MEND = f"Give {PLUGIN_OPTION} the path of a Python file."
+
+PLUGIN_ENV_VAR = "TRAINSHORT_PLUGINS"
+"""The environment variable with the paths of `--plugin`, separated as in PATH. Subprocesses load the same files."""
+
+ENTRY_POINT_GROUP = "trainshort.plugins"
+"""The entry point group of installed plug-ins."""
+
+PATH_HINT = f"Give {PLUGIN_OPTION} the path of a Python file."
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One file or package that was loaded, and what it registered."""
+    """A file or an installed package that was loaded.
+
+    Attributes:
+        name: The file name, or the name of the entry point.
+        sha256: The SHA-256 of the source code.
+        source_path: The file, or the folder of the package. Empty if it is unknown.
+        entries: What the plug-in registered, as pairs of a registry and a name.
+    """
 
     name: str
     sha256: str
     source_path: str = ""
-    """Its file, or the folder of its package."""
     entries: list[tuple["Registry[Any]", str]] = field(default_factory=list)
 
 
-_loaded: dict[str, Plugin] = {}  # by path or entry point; like sys.modules, one per process
+# The loaded plug-ins by path or entry point. Like `sys.modules`, this table belongs to the process.
+_loaded: dict[str, Plugin] = {}
+
+# The plug-ins whose code is being executed. A plug-in can load another plug-in.
 _loading: list[Plugin] = []
 
 
 def record_registration(registry: "Registry[Any]", name: str) -> None:
-    """Note that the plug-in that is being loaded registered this entry. Without such a plug-in, do nothing."""
+    """Record that the plug-in whose code is being executed registered an entry. Otherwise do nothing."""
     if _loading:
         _loading[-1].entries.append((registry, name))
 
 
+# ---- loading
+
+
 def load_plugin_arguments(words: Sequence[str]) -> list[str]:
-    """A command line without its `--plugin PATH`s, whose files are loaded, here and in every process to come."""
-    rest, paths, given = [], [], iter(words)
-    for word in given:
-        option, equals, value = word.partition("=")
+    """Load the plug-ins that a command line names with `--plugin PATH` or `--plugin=PATH`.
+
+    The paths are also stored in an environment variable, so that subprocesses load the same plug-ins.
+
+    Args:
+        words: The command line.
+
+    Returns:
+        The command line without the options `--plugin`.
+
+    Raises:
+        InputError: If a path is missing, or if a plug-in cannot be loaded.
+    """
+    remaining_words = []
+    paths = []
+    iterator = iter(words)
+    for word in iterator:
+        option, separator, value = word.partition("=")
         if option != PLUGIN_OPTION:
-            rest.append(word)
+            remaining_words.append(word)
             continue
-        path = value if equals else next(given, "")
+        # In `--plugin PATH`, the path is the next word.
+        path = value if separator else next(iterator, "")
         if not path:
-            raise InputError(f"{PLUGIN_OPTION} needs a path. {MEND}")
+            raise InputError(f"{PLUGIN_OPTION} requires a path. {PATH_HINT}")
         paths.append(str(Path(path).absolute()))
+
     if paths:
         for path in paths:
             load_plugin(Path(path))
-        os.environ[PLUGIN_ENV_VAR] = os.pathsep.join(dict.fromkeys([*_plugins_from_environment(), *paths]))
-    return rest
+        unique_paths = dict.fromkeys([*_plugins_from_environment(), *paths])
+        os.environ[PLUGIN_ENV_VAR] = os.pathsep.join(unique_paths)
+    return remaining_words
 
 
 def _plugins_from_environment() -> list[str]:
-    return [path for path in os.environ.get(PLUGIN_ENV_VAR, "").split(os.pathsep) if path]
+    """Return the paths of the plug-ins that this command or its parent process named with `--plugin`."""
+    paths = os.environ.get(PLUGIN_ENV_VAR, "").split(os.pathsep)
+    return [path for path in paths if path]
 
 
 def load_plugins() -> None:
-    """Load what this command named and what is installed, each once."""
-    from importlib.metadata import entry_points  # a quarter of the time that `--help` takes, which needs none of it
+    """Load all plug-ins that are not loaded yet.
+
+    A plug-in is one of the following:
+
+    - a Python file that the user named with the option `--plugin`
+    - an installed package with an entry point in the group `trainshort.plugins`
+
+    Raises:
+        InputError: If a plug-in cannot be loaded.
+    """
+    # This import is slow, and `trainshort --help` does not need plug-ins.
+    from importlib.metadata import entry_points
 
     for path in _plugins_from_environment():
-        load_plugin(Path(path))
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if f"{ENTRY_POINT_GROUP}:{point.name}" not in _loaded:
-            _load_installed(point)
+        load_plugin(Path(path))  # Does nothing if the file is already loaded.
+
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        if _entry_point_key(entry_point) not in _loaded:
+            _load_installed_plugin(entry_point)
 
 
 def load_plugin(path: Path) -> Plugin:
     """Execute a plug-in file, if this file was not loaded before.
+
+    Args:
+        path: A Python file.
+
+    Returns:
+        The plug-in.
 
     Raises:
         InputError: If the file cannot be read, raises an error or registers nothing. Its entries are removed again.
@@ -98,66 +148,122 @@ def load_plugin(path: Path) -> Plugin:
     key = os.path.realpath(path)
     if key in _loaded:
         return _loaded[key]
-    code = read_bytes(path, hint=MEND)
-    digest = hashlib.sha256(code).hexdigest()
-    name = f"trainshort_plugin_{path.stem}_{digest[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
+
+    source = read_bytes(path, hint=PATH_HINT)
+    sha256 = hashlib.sha256(source).hexdigest()
+    module_name = f"trainshort_plugin_{path.stem}_{sha256[:8]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise InputError(f"{path} is no Python file. {MEND}")
+        raise InputError(f"{path} is not a Python file. {PATH_HINT}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pydantic look their modules up there
-    plugin = Plugin(path.name, digest, str(path))
-    _load(key, plugin, str(path), lambda: exec(compile(code, str(path), "exec"), vars(module)))
+    sys.modules[module_name] = module  # dataclasses and pydantic look up the module there.
+    plugin = Plugin(path.name, sha256, str(path))
+
+    def execute_file() -> None:
+        exec(compile(source, str(path), "exec"), vars(module))
+
+    _execute(key, plugin, str(path), execute_file)
     if not plugin.entries:
         del _loaded[key]
-        raise InputError(f"The plug-in {path} registers nothing; see docs/positions.md for how it is done.")
+        raise InputError(f"The plug-in {path} registers nothing. See docs/positions.md for an example.")
     return plugin
 
 
-def _load_installed(point: "EntryPoint") -> None:
+def _load_installed_plugin(entry_point: "EntryPoint") -> None:
+    """Import the module of an entry point. `InputError` is raised if the import fails."""
+    source_path = _find_source(entry_point.module)
+    if source_path is None:
+        source_files = []
+    elif source_path.is_dir():
+        source_files = sorted(source_path.rglob("*.py"))
+    else:
+        source_files = [source_path]
+    source = b"".join(file.read_bytes() for file in source_files)
+    sha256 = hashlib.sha256(source).hexdigest()
+    plugin = Plugin(entry_point.name, sha256, str(source_path or ""))
+    description = f"{entry_point.name} (installed, {entry_point.value})"
+    _execute(_entry_point_key(entry_point), plugin, description, entry_point.load)
+
+
+def _entry_point_key(entry_point: "EntryPoint") -> str:
+    """Return the key of an installed plug-in in the table of loaded plug-ins."""
+    return f"{ENTRY_POINT_GROUP}:{entry_point.name}"
+
+
+def _find_source(module: str) -> Path | None:
+    """Return the file of a module, or the folder of a package. None if it is unknown. The module is not executed."""
     try:
-        spec = importlib.util.find_spec(point.module)
-    except ImportError:  # of the package that it is said to be in; loading it says so
-        spec = None
-    origin = Path(spec.origin) if spec and spec.origin else None  # a folder without an __init__.py has none
-    place = origin.parent if origin and origin.name == "__init__.py" else origin
-    files = [] if place is None else sorted(place.rglob("*.py")) if place.is_dir() else [place]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    plugin = Plugin(point.name, digest, str(place or ""))
-    key, what = f"{ENTRY_POINT_GROUP}:{point.name}", f"{point.name} (installed, {point.value})"
-    _load(key, plugin, what, point.load)
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        return None  # A parent package cannot be imported. Loading the plug-in reports the error.
+    if spec is None or spec.origin is None:
+        return None  # A folder without __init__.py has no origin.
+    path = Path(spec.origin)
+    return path.parent if path.name == "__init__.py" else path
 
 
-def _load(key: str, plugin: Plugin, what: str, run: Callable[[], object]) -> None:
-    _loaded[key] = plugin  # before it runs: while it does, a registry may ask for what is named
+def _execute(key: str, plugin: Plugin, description: str, execute: Callable[[], object]) -> None:
+    """Execute the code of a plug-in. If the code raises an error, the entries of the plug-in are removed.
+
+    Args:
+        key: The key of the plug-in in the table of loaded plug-ins.
+        plugin: The plug-in.
+        description: The name of the plug-in for error messages.
+        execute: A function that executes the code.
+
+    Raises:
+        InputError: If the code raises an error.
+    """
+    # The plug-in counts as loaded while its code is executed. Otherwise a registry that the code uses would load the
+    # plug-in again.
+    _loaded[key] = plugin
     _loading.append(plugin)
     try:
-        run()
+        execute()
     except (Exception, SystemExit) as error:
         del _loaded[key]
-        for table, name in plugin.entries:
-            table.remove(name)
+        for registry, name in plugin.entries:
+            registry.remove(name)
         if isinstance(error, InputError):
-            raise InputError(f"The plug-in {what} cannot be used: {error}") from None
-        line = _line_of(error, plugin) or ""
-        raise InputError(f"The plug-in {what} does not import: {type(error).__name__}: {error}{line}.") from None
+            raise InputError(f"The plug-in {description} cannot be used: {error}") from None
+        line = _describe_line(error, plugin) or ""
+        raise InputError(
+            f"The plug-in {description} cannot be imported: {type(error).__name__}: {error}{line}."
+        ) from None
     finally:
         _loading.pop()
 
 
-def _line_of(error: BaseException, plugin: Plugin) -> str | None:
-    """Where in a plug-in's own code an error came up; None if it was not there, or names its line itself."""
-    known = plugin.source_path and not isinstance(error, SyntaxError)
-    frames = traceback.extract_tb(error.__traceback__) if known else []
-    own = (plugin.source_path, plugin.source_path + os.sep)
-    lines = [one.lineno for one in frames if one.filename == own[0] or one.filename.startswith(own[1])]
-    return f" (line {lines[-1]})" if lines else None
+# ---- errors in the code of plug-ins
+
+
+def _describe_line(error: BaseException, plugin: Plugin) -> str | None:
+    """Return the line of a plug-in's code in which an error was raised, such as " (line 12)".
+
+    Returns:
+        None if the error was not raised in the code of the plug-in, or if its message already names the line.
+    """
+    if not plugin.source_path or isinstance(error, SyntaxError):
+        return None
+    last_line = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        is_plugin_file = frame.filename == plugin.source_path
+        is_in_plugin_folder = frame.filename.startswith(plugin.source_path + os.sep)
+        if is_plugin_file or is_in_plugin_folder:
+            last_line = frame.lineno
+    return None if last_line is None else f" (line {last_line})"
 
 
 @contextmanager
 def plugin_errors(*names: tuple[str, str]) -> Iterator[None]:
-    """Inside, an error in the code of a plug-in that registered one of these (kind, name)s, or in how it is called,
-    becomes one sentence; any other stays what it is."""
+    """Context manager: raise errors of a plug-in's code as `InputError` with the name and the line of the plug-in.
+
+    A `TypeError` or an `AttributeError` also counts as an error of the plug-in, because it is raised if an entry is
+    called with unsuitable arguments. Other errors are raised unchanged.
+
+    Args:
+        names: The entries that the block uses, as pairs of the kind of the registry and the name of the entry.
+    """
     try:
         yield
     except InputError:
@@ -165,34 +271,62 @@ def plugin_errors(*names: tuple[str, str]) -> Iterator[None]:
     except Exception as error:
         for kind, name in names:
             for plugin in plugins_of([(kind, name)]):
-                line = _line_of(error, plugin)
-                if line is not None or isinstance(error, TypeError | AttributeError):
-                    told = f"{type(error).__name__}: {str(error).rstrip('.')}{line or ''}"
-                    raise InputError(f"The {kind} '{name}' of {plugin.name} failed: {told}.") from error
+                line = _describe_line(error, plugin)
+                if line is None and not isinstance(error, TypeError | AttributeError):
+                    continue
+                message = str(error).rstrip(".")
+                raise InputError(
+                    f"The {kind} '{name}' of {plugin.name} failed: {type(error).__name__}: {message}{line or ''}."
+                ) from error
         raise
 
 
+# ---- plug-ins of a run
+
+
 def plugins_of(names: Iterable[tuple[str, str]]) -> list[Plugin]:
-    """The plug-ins that registered some of these (kind, name)s."""
-    wanted = set(names)
-    found = (p for p in _loaded.values() if any((table.kind, name) in wanted for table, name in p.entries))
-    return sorted(found, key=lambda plugin: plugin.name)
+    """Return the plug-ins that registered at least one of some entries, sorted by name.
+
+    Args:
+        names: The entries, as pairs of the kind of the registry and the name of the entry.
+    """
+    entry_names = set(names)
+    plugins = []
+    for plugin in _loaded.values():
+        registered_names = {(registry.kind, name) for registry, name in plugin.entries}
+        if registered_names & entry_names:
+            plugins.append(plugin)
+    return sorted(plugins, key=lambda plugin: plugin.name)
 
 
-def require_plugins(needed: "Iterable[PluginRecord]", who: str) -> None:
-    """Stop unless the plug-ins that `who` was made with are here as they were then."""
-    for name, digest in [(plugin.name, plugin.sha256) for plugin in needed if not plugin.for_data]:
+def require_plugins(records: "Iterable[PluginRecord]", owner: str) -> None:
+    """Check that the plug-ins with which a run was trained are loaded, and that their code has not changed.
+
+    Args:
+        records: The plug-ins that the run stored. Plug-ins that are only needed for the data are not checked.
+        owner: The run, for error messages.
+
+    Raises:
+        InputError: If a plug-in is not loaded, or if its code has changed.
+    """
+    required = [record for record in records if not record.for_data]
+    for record in required:
         load_plugins()
-        if any(plugin.sha256 == digest for plugin in _loaded.values()):
+        loaded_digests = {plugin.sha256 for plugin in _loaded.values()}
+        if record.sha256 in loaded_digests:
             continue
-        if other := [plugin.sha256 for plugin in _loaded.values() if plugin.name == name]:
-            raise InputError(
-                f"{who} was trained with another {name}: its sha256 was {digest[:12]}..., that of the one given is "
-                f"{other[0][:12]}.... Give the one it was trained with; if the change does not matter, write the "
-                "new sha256 into its config.json."
-            )
-        give = f"Give {PLUGIN_OPTION} path/to/{name}, or install" if name.endswith(".py") else "Install"
+        for plugin in _loaded.values():
+            if plugin.name == record.name:
+                raise InputError(
+                    f"{owner} was trained with another version of {record.name}: expected the sha256 "
+                    f"{record.sha256[:12]}..., got {plugin.sha256[:12]}.... Give the version that the run was trained "
+                    "with. If the change does not matter, write the new sha256 into the config.json of the run."
+                )
+        if record.name.endswith(".py"):
+            advice = f"Give {PLUGIN_OPTION} path/to/{record.name}, or install the package that contains it."
+        else:
+            advice = "Install the package that contains it."
         raise InputError(
-            f"{who} needs the plug-in {name} (sha256 {digest[:12]}...), which is not loaded. "
-            f"{give} the package it came with."
+            f"{owner} requires the plug-in {record.name} (sha256 {record.sha256[:12]}...), which is not loaded. "
+            f"{advice}"
         )

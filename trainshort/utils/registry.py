@@ -23,7 +23,7 @@ from trainshort.errors import InputError
 from trainshort.utils import plugins
 
 EntryT = TypeVar("EntryT")
-Given = TypeVar("Given")
+RegisteredT = TypeVar("RegisteredT")
 Builtin = Mapping[str, tuple[str, str]]
 """Built-in entries by name: where the entry is defined ("package.module:object"), and a description of one line."""
 
@@ -33,9 +33,12 @@ MAX_SUGGESTIONS = 12
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a sentence that suggests the most similar known name, or an empty string if no name is similar."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.lower(), known, n=1)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    known_names = list(known)
+    for spelling in (name, name.lower()):
+        matches = difflib.get_close_matches(spelling, known_names, n=1)
+        if matches:
+            return f" Did you mean '{matches[0]}'?"
+    return ""
 
 
 class Registry(Generic[EntryT]):
@@ -60,14 +63,14 @@ class Registry(Generic[EntryT]):
         self.changes = 0
         """How often an entry was added or removed. Caches of what a registry answered depend on this number."""
 
-    def register(self, name: str) -> Callable[[Given], Given]:
+    def register(self, name: str) -> Callable[[RegisteredT], RegisteredT]:
         """Return a decorator that adds a class, function or object under `name`.
 
         Raises:
             InputError: If the name is taken, or the entry lacks a method of `needs`.
         """
 
-        def add(entry: Given) -> Given:
+        def add(entry: RegisteredT) -> RegisteredT:
             if self.on_register is not None:
                 _import_object(self.on_register)(name, entry)
             self.add(name, entry)  # pyright: ignore[reportArgumentType]
@@ -100,10 +103,10 @@ class Registry(Generic[EntryT]):
         """
         if name not in self:
             names = self.names()
-            known = ", ".join(names[:MAX_SUGGESTIONS])
+            known_names = ", ".join(names[:MAX_SUGGESTIONS])
             if len(names) > MAX_SUGGESTIONS:
-                known += f" and {len(names) - MAX_SUGGESTIONS} more"
-            raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known}.")
+                known_names += f" and {len(names) - MAX_SUGGESTIONS} more"
+            raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known_names}.")
         if name not in self._entries:
             place, _ = self._builtin[name]
             self._entries[name] = _import_object(place)
@@ -144,10 +147,11 @@ def _import_object(place: str) -> Any:
 
 def _first_line(entry: object) -> str:
     """Return the description that an entry has as an attribute, or else the first line of its docstring."""
+    description = entry.__doc__ or ""
     for attribute in ("summary", "question", "statement", "name"):
-        text = getattr(entry, attribute, None)
-        if isinstance(text, str):
+        value = getattr(entry, attribute, None)
+        if isinstance(value, str):
+            description = value
             break
-    else:
-        text = entry.__doc__ or ""
-    return text.strip().partition("\n")[0]
+    first_line, _, _ = description.strip().partition("\n")
+    return first_line

@@ -1,1 +1,1 @@
-"""Tokenizers that can be chosen by name, and the tokenizer files of prepared datasets."""
+"""The tokenizers that can be chosen by name, and functions that save and load tokenizers."""

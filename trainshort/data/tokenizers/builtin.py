@@ -1,8 +1,8 @@
-"""The tokenizers that are built by name: `bpe`, `bytes` and `words`.
+"""The tokenizers that can be chosen by name.
 
-bpe      byte-level sub-words, trained here on a sample that is spread evenly over the whole training text
-bytes    every byte of UTF-8 is a token; nothing is built and nothing is lost
-words    words between white space by falling frequency, as fairseq counts WikiText for the paper
+- `bpe`: byte-level BPE, which is trained on a sample of the training text.
+- `bytes`: A token is a byte of UTF-8.
+- `words`: A token is a word between white space. The words are numbered as in fairseq, which the ALiBi paper used.
 """
 
 from collections import Counter
@@ -26,126 +26,171 @@ from trainshort.data.tokenizers.base import (
 from trainshort.errors import InputError
 from trainshort.utils.optional import require_package
 
+# BPE is trained on about this much text. More text changes few merges, and costs time and memory.
 SAMPLE_BYTES = 1 << 25
-"""BPE is trained on about this much text; more changes few merges and costs time and memory."""
-PART = 4096
-"""Characters that a part of a sample has at least; the trainer gets it in parts, so that its threads share."""
+
+# The trainer of BPE gets the sample in pieces of at least this size, so that its threads share the work.
+SAMPLE_PIECE_CHARACTERS = 4096
 
 
 class BytePairTokenizer(SavedTokenizer):
-    """A byte-level BPE of ours: any text can be encoded, and decoding gives it back exactly."""
+    """A byte-level BPE tokenizer that was trained by this package. It can encode any text without a loss."""
 
     sized = True
 
     @classmethod
-    def build(cls, texts: Iterable[str], vocab_size: int, size: int | None) -> "BytePairTokenizer":
-        least = len(byte_alphabet()) + 1
-        if vocab_size < least:
+    def build(cls, texts: Iterable[str], vocab_size: int, byte_count: int | None) -> "BytePairTokenizer":
+        """Train a tokenizer.
+
+        Args:
+            texts: The training documents.
+            vocab_size: The size of the vocabulary: the end token, the 256 bytes and the merges.
+            byte_count: The size of the training text in bytes. If it is known, the sample is spread over the complete
+                text. If it is None, the sample is the start of the text.
+
+        Raises:
+            InputError: If `vocab_size` is too small for all bytes.
+        """
+        min_vocab_size = len(byte_alphabet()) + 1
+        if vocab_size < min_vocab_size:
             raise InputError(
-                f"bpe needs a vocabulary of at least {least} (the bytes and an end token), not {vocab_size}."
+                f"The tokenizer bpe requires a vocabulary of at least {min_vocab_size} (the bytes and an end token), "
+                f"got {vocab_size}."
             )
         require_package("tokenizers", "Training a tokenizer", "trainshort[train]")
         from tokenizers import models, trainers
 
-        saved = _byte_level(models.BPE())
+        tokenizer = _make_byte_level_tokenizer(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT],
             initial_alphabet=sorted(byte_alphabet().values()),
             show_progress=False,
         )
-        # A stream's beginning has to do: reading all of it for a sample would download all of it twice.
-        saved.train_from_iterator(sample(texts, min(1.0, SAMPLE_BYTES / size) if size else 1.0), trainer)
-        return cls(saved, "bpe")
+        fraction = min(1.0, SAMPLE_BYTES / byte_count) if byte_count else 1.0
+        tokenizer.train_from_iterator(sample(texts, fraction), trainer)
+        return cls(tokenizer, "bpe")
 
     @classmethod
     def recognize(cls, layout: dict[str, Any], library: Any) -> "BytePairTokenizer | None":
-        """The end token comes first, then the bytes."""
-        numbers = layout["model"].get("vocab")
-        ours = layout["model"].get("type") == "BPE" and isinstance(numbers, dict) and numbers.get(END_OF_TEXT) == 0
-        return cls(library, "bpe") if ours else None
+        """Return a tokenizer if the file was saved by this class. Only this class gives the end token the id 0."""
+        model = layout["model"]
+        vocabulary = model.get("vocab")
+        if model.get("type") != "BPE" or not isinstance(vocabulary, dict):
+            return None
+        if vocabulary.get(END_OF_TEXT) != 0:
+            return None
+        return cls(library, "bpe")
 
 
-def sample(texts: Iterable[str], share: float) -> Iterator[str]:
-    """A share of the texts in small parts, spread evenly; ends when it is much more than was wanted.
+def sample(texts: Iterable[str], fraction: float) -> Iterator[str]:
+    """Yield a sample of texts in small pieces that are spread evenly over the texts.
 
-    Parts of equal length, share 0.4:   taken, -, -, taken, -, taken, -, -, taken ...
+    The sample ends early if it becomes much larger than `SAMPLE_BYTES`.
+
+    Args:
+        texts: The texts.
+        fraction: The share of the characters that is yielded.
+
+    Example:
+        For a fraction of 0.4 and pieces of equal length, the pieces 0, 3, 5 and 8 of the first nine pieces are yielded.
     """
-    seen = taken = 0
+    characters_seen = 0
+    characters_taken = 0
+    max_characters = SAMPLE_BYTES if fraction == 1 else 2 * SAMPLE_BYTES
     for text in texts:
-        for part in cut(text, PART):
-            if taken <= share * seen:
-                yield part
-                taken += len(part)
-            seen += len(part)
-        if taken >= SAMPLE_BYTES * (1 if share == 1 else 2):
+        for piece in cut(text, SAMPLE_PIECE_CHARACTERS):
+            if characters_taken <= fraction * characters_seen:
+                yield piece
+                characters_taken += len(piece)
+            characters_seen += len(piece)
+        if characters_taken >= max_characters:
             return
 
 
 class ByteTokenizer(Tokenizer):
-    """A token is a byte of UTF-8. A document ends with byte 0, which text does not contain."""
+    """A tokenizer whose tokens are the bytes of UTF-8. The end token is the byte 0, which text does not contain."""
 
     name = "bytes"
     vocab_size = 256
     end = 0
 
     @classmethod
-    def build(cls, texts: Iterable[str], vocab_size: int, size: int | None) -> "ByteTokenizer":
+    def build(cls, texts: Iterable[str], vocab_size: int, byte_count: int | None) -> "ByteTokenizer":
+        """Return a new tokenizer. The arguments have no effect."""
         return cls()
 
     @classmethod
     def recognize(cls, layout: dict[str, Any], library: Any) -> "ByteTokenizer | None":
+        """Return a tokenizer if the file was saved by this class: a BPE without merges, numbered as the bytes."""
         model = layout["model"]
-        same = model.get("type") == "BPE" and not model["merges"] and model["vocab"] == byte_numbers()
-        return cls() if same else None
+        if model.get("type") != "BPE" or model["merges"] or model["vocab"] != byte_numbers():
+            return None
+        return cls()
 
     def encode(self, text: str) -> Ids:
+        """Return the bytes of a text as token ids."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(self.checked(ids)).decode(errors="replace")
+        """Return the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
+        return bytes(self.validate_ids(ids)).decode(errors="replace")
 
     def decoder(self) -> Decoder:
+        """Return a decoder that decodes one byte at a time."""
         return ByteDecoder(lambda token: bytes([token]))
 
     def to_json(self) -> str:
+        """Return the content of a tokenizer.json: a byte-level BPE without merges."""
         require_package("tokenizers", "Saving a tokenizer", "trainshort[train]")
         from tokenizers import models
 
-        return _byte_level(models.BPE(byte_numbers(), [])).to_str()
+        return _make_byte_level_tokenizer(models.BPE(byte_numbers(), [])).to_str()
 
 
-def _byte_level(model: Any) -> Any:
-    """The library's tokenizer around a model whose letters stand for bytes."""
-    from tokenizers import Tokenizer as Saved
+def _make_byte_level_tokenizer(model: Any) -> Any:
+    """Create a tokenizer of the library `tokenizers` for a BPE model whose characters stand for bytes."""
+    from tokenizers import Tokenizer as LibraryTokenizer
     from tokenizers import decoders, pre_tokenizers
 
-    saved = Saved(model)
-    saved.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    saved.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    return saved
+    tokenizer = LibraryTokenizer(model)
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer
 
 
-MOST_WORDS = 2_000_000
-"""Different words that are counted at once; beyond, the rarest are forgotten, so that memory stays bounded."""
-PADDING = 8
-"""Word vocabularies are filled up to a multiple of this, as fairseq does (WikiText-103: 267,737 to 267,744)."""
+# If more different words than this are counted, the rarest are dropped, so that the memory stays bounded.
+MAX_COUNTED_WORDS = 2_000_000
+
+# The size of a word vocabulary is filled up to a multiple of this number, as in fairseq. The vocabulary of WikiText-103
+# has 267,737 words and is filled up to 267,744.
+VOCAB_MULTIPLE = 8
 
 
-class _Numbers(dict[str, int]):
-    """A word's number; a dictionary that knows what to say of the others is quicker than asking it for a default."""
+class _WordIds(dict[str, int]):
+    """A dictionary that returns the id of the unknown word for all words that it does not contain.
+
+    `map(word_ids.__getitem__, words)` is faster than calls of `dict.get` with a default.
+    """
 
     def __missing__(self, word: str) -> int:
         return WordTokenizer.UNKNOWN
 
 
 class WordTokenizer(Tokenizer):
-    """A token is a word between white space, or `</s>` at a line end, as the paper counts WikiText.
+    """A tokenizer whose tokens are words between white space, and `</s>` at the end of each line.
 
-    "the cat\\n<unk> sat\\n" with words ["<s>", "<pad>", "</s>", "<unk>", "the", "sat"]:   4 3 2 3 5 2
+    The ids are those of fairseq: four special words, then all other words by falling frequency. As in fairseq, a
+    carriage return ends a line. A special word in the text is encoded as the special token.
 
-    The numbers are those of fairseq's dictionary: four special words, then all others by falling frequency. As there, a
-    carriage return ends a line, and the special words mean themselves where a text has them.
+    Args:
+        words: The words of the vocabulary. The id of a word is its position.
+
+    Example:
+        >>> tokenizer = WordTokenizer(["<s>", "<pad>", "</s>", "<unk>", "the", "sat"])
+        >>> tokenizer.encode("the cat\\n<unk> sat\\n").tolist()
+        [4, 3, 2, 3, 5, 2]
     """
 
     name = "words"
@@ -159,74 +204,106 @@ class WordTokenizer(Tokenizer):
         self.words = list(words)
         self.vocab_size = len(self.words)
         self.end = self.LINE_END
-        self._ids = _Numbers((word, number) for number, word in enumerate(self.words))
+        self._ids = _WordIds((word, index) for index, word in enumerate(self.words))
         self._line_end = f" {self.words[self.LINE_END]} "
 
     @classmethod
-    def build(cls, texts: Iterable[str], vocab_size: int, size: int | None) -> "WordTokenizer":
-        """The most frequent words, ties in the order of the alphabet, as fairseq sorts them.
+    def build(cls, texts: Iterable[str], vocab_size: int, byte_count: int | None) -> "WordTokenizer":
+        """Create a vocabulary of the most frequent words. Words of equal frequency are sorted alphabetically.
 
-        "b a b <unk>" with room for 8:   <s> <pad> </s> <unk> b a madeupword0000 madeupword0001
+        The size of the vocabulary is filled up to a multiple of `VOCAB_MULTIPLE` with words such as "madeupword0000".
+
+        Args:
+            texts: The training documents.
+            vocab_size: The largest size of the vocabulary.
+            byte_count: Has no effect.
+
+        Raises:
+            InputError: If `vocab_size` is too small.
+
+        Example:
+            >>> WordTokenizer.build(["b a b <unk>"], vocab_size=8, byte_count=None).words[4:]
+            ['b', 'a', 'madeupword0000', 'madeupword0001']
         """
-        if vocab_size < PADDING:
-            raise InputError(f"words needs a vocabulary of at least {PADDING}, not {vocab_size}.")
+        if vocab_size < VOCAB_MULTIPLE:
+            raise InputError(
+                f"The tokenizer words requires a vocabulary of at least {VOCAB_MULTIPLE}, got {vocab_size}."
+            )
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(text.split())
-            if len(counts) > MOST_WORDS:
+            if len(counts) > MAX_COUNTED_WORDS:
                 counts = _drop_rare_words(counts)
         for word in cls.SPECIAL:
             counts.pop(word, None)
-        ranked = sorted(counts, key=lambda word: (-counts[word], word))
-        words = [*cls.SPECIAL, *ranked][:vocab_size]
-        filled = min(vocab_size, -(-len(words) // PADDING) * PADDING)
-        # A text that contains such a word itself would otherwise have two numbers for it.
-        made_up = (word for number in range(filled) if (word := f"madeupword{number:04d}") not in counts)
-        return cls([*words, *(next(made_up) for _ in range(filled - len(words)))])
+        sorted_words = sorted(counts, key=lambda word: (-counts[word], word))
+        words = [*cls.SPECIAL, *sorted_words][:vocab_size]
+
+        rounded_up_size = -(-len(words) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        target_size = min(vocab_size, rounded_up_size)
+        suffix = 0
+        while len(words) < target_size:
+            filler_word = f"madeupword{suffix:04d}"
+            suffix += 1
+            if filler_word not in counts:  # A word that the text contains must not get a second id.
+                words.append(filler_word)
+        return cls(words)
 
     @classmethod
     def recognize(cls, layout: dict[str, Any], library: Any) -> "WordTokenizer | None":
+        """Return a tokenizer if the file has a word vocabulary with the special words of this class."""
         if layout["model"].get("type") != "WordLevel":
             return None
-        numbers = layout["model"]["vocab"]
-        words = sorted(numbers, key=numbers.get)
-        special = tuple(words[:4]) == cls.SPECIAL
-        return cls(words) if special and numbers[words[-1]] == len(words) - 1 else None
+        vocabulary = layout["model"]["vocab"]
+        words = sorted(vocabulary, key=vocabulary.get)
+        has_special_words = tuple(words[: len(cls.SPECIAL)]) == cls.SPECIAL
+        if not has_special_words:
+            return None
+        has_consecutive_ids = vocabulary[words[-1]] == len(words) - 1
+        return cls(words) if has_consecutive_ids else None
 
     def encode(self, text: str) -> Ids:
+        """Return the token ids of a text. Words that are not in the vocabulary become `<unk>`."""
         if "\r" in text:
             text = text.replace("\r\n", "\n").replace("\r", "\n")
         words = text.replace("\n", self._line_end).split()
         return np.fromiter(map(self._ids.__getitem__, words), dtype=np.int64, count=len(words))
 
     def encode_document(self, text: str) -> Ids:
-        """A document whose last line is finished has its end token already."""
-        finished = text.endswith(("\n", "\r"))
-        return self.encode(text if finished else text + "\n")
+        """Return the token ids of a complete document. The line end of its last line is the end token."""
+        ends_with_line_end = text.endswith(("\n", "\r"))
+        return self.encode(text if ends_with_line_end else text + "\n")
 
     def decode(self, ids: Iterable[int]) -> str:
-        words = ["\n" if token == self.LINE_END else self.words[token] for token in self.checked(ids)]
+        """Return the text of token ids, with one space between words. `InputError` is raised for an unknown id."""
+        words = ["\n" if token == self.LINE_END else self.words[token] for token in self.validate_ids(ids)]
         return " ".join(words).replace(" \n", "\n").replace("\n ", "\n")
 
     def decoder(self) -> Decoder:
+        """Return a decoder that decodes one token at a time."""
         return IncrementalDecoder(self.decode)
 
     def to_json(self) -> str:
+        """Return the content of a tokenizer.json that encodes text as this class does."""
         require_package("tokenizers", "Saving a tokenizer", "trainshort[train]")
         from tokenizers import Regex, models, normalizers, pre_tokenizers
-        from tokenizers import Tokenizer as Saved
+        from tokenizers import Tokenizer as LibraryTokenizer
 
-        saved = Saved(models.WordLevel(dict(self._ids), unk_token=self.SPECIAL[self.UNKNOWN]))
-        line = Regex("\r\n?|\n")
-        saved.normalizer = normalizers.Replace(line, self._line_end)  # pyright: ignore[reportAttributeAccessIssue]
-        saved.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
-        return saved.to_str()
+        model = models.WordLevel(dict(self._ids), unk_token=self.SPECIAL[self.UNKNOWN])
+        tokenizer = LibraryTokenizer(model)
+        normalizer = normalizers.Replace(Regex("\r\n?|\n"), self._line_end)
+        tokenizer.normalizer = normalizer  # pyright: ignore[reportAttributeAccessIssue]
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+        return tokenizer.to_str()
 
 
 def _drop_rare_words(counts: Counter[str]) -> Counter[str]:
-    """At most half as many words: those seen once go first, then those seen twice."""
-    least = 1
-    while len(counts) > MOST_WORDS // 2:
-        least += 1
-        counts = Counter({word: count for word, count in counts.items() if count >= least})
+    """Drop the rarest words until at most half of `MAX_COUNTED_WORDS` words remain.
+
+    Words that were counted once are dropped first, then words that were counted twice, and so on.
+    """
+    min_count = 1
+    while len(counts) > MAX_COUNTED_WORDS // 2:
+        min_count += 1
+        counts = Counter({word: count for word, count in counts.items() if count >= min_count})
     return counts
