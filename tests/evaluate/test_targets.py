@@ -223,11 +223,7 @@ def test_missing_models_are_rejected(tmp_path):
 
 def test_run_without_checkpoint_is_rejected(run: Path, tmp_path):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
-<<<<<<< HEAD
     with pytest.raises(InputError, match="no checkpoint"):
-=======
-    with pytest.raises(InputError, match=r"has no checkpoint yet\. Train the run first"):
->>>>>>> w-train
         open_target(str(tmp_path))
 
 

@@ -81,14 +81,8 @@ def test_warning_beyond_the_evaluated_length(capsys, run):
     summary_file = run / "extrapolation.json"
     write_with_checksum(summary_file, summary)
     try:
-<<<<<<< HEAD
         long_err = run_command(capsys, run, "the cat", "--tokens", 30)[2]
         short_err = run_command(capsys, run, "the cat", "--tokens", 10)[2]
-=======
-        measured = call(capsys, run, "the cat", "--tokens", 30)[2]
-        assert "passes 24 tokens: trained at 16, good to 24+; longer lengths were not evaluated" in measured
-        assert "passes" not in call(capsys, run, "the cat", "--tokens", 10)[2]
->>>>>>> w-train
     finally:
         summary_file.unlink()
     assert "the context passes 24 tokens: trained at 16, good to 24+" in long_err
@@ -119,10 +113,6 @@ def test_folder_of_a_gpt2_model_is_rejected_with_a_hint(capsys, tmp_path):
 def test_name_of_a_hub_model_is_rejected_with_a_hint(capsys):
     code, _, err = run_command(capsys, "hf/gpt2", "x")
     assert code == 2
-<<<<<<< HEAD
-=======
-    assert "Run folder not found: hf/gpt2." in err
->>>>>>> w-train
     assert "trainshort import hf/gpt2 --out runs/gpt2" in err
 
 
@@ -148,7 +138,6 @@ def test_prompts_that_are_not_utf8_are_rejected(capsys, run, tmp_path, monkeypat
     prompt_file.write_bytes("déjà".encode("latin-1"))
     code, _, err = run_command(capsys, run, "--prompt-file", prompt_file)
     assert code == 2
-<<<<<<< HEAD
     assert "latin.txt" in err
     assert "UTF-8" in err
     set_stdin(monkeypatch, b"\xff")
@@ -161,9 +150,6 @@ def test_endless_generation_requires_a_limited_cache(capsys, rotary_run):
     code, _, err = run_command(capsys, rotary_run, "x", "--endless")
     assert code == 2
     assert "rotary" in err
-=======
-    assert "requires ALiBi or FoX, but this model uses rotary" in err
->>>>>>> w-train
     assert "--mode window" in err
 
 

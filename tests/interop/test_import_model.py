@@ -95,7 +95,6 @@ def test_import_export_import_is_bit_identical(name, tmp_path):
     assert all(torch.equal(weight, second_weights[name]) for name, weight in first.state_dict().items())
 
 
-<<<<<<< HEAD
 def test_generate_loads_a_hugging_face_folder_without_a_run(folder, capsys):
     options = ["The state", "--tokens", "20", "--temperature", "0"]
     assert run_command(["generate", "runs/mpt", *options]) == 0
@@ -120,24 +119,6 @@ def test_generate_prints_replacement_characters_for_unknown_tokens(folder, capsy
 
 def test_generate_with_a_convertible_folder_suggests_convert(folder):
     Path("source/config.json").write_text('{"model_type": "gpt2"}')
-=======
-def test_a_folder_is_imported_for_one_use(place, capsys):
-    asked = ["The state", "--tokens", "20", "--temperature", "0"]
-    assert command(["generate", "runs/it", *asked]) == 0
-    expected = capsys.readouterr().out
-    assert command(["generate", "theirs", *asked]) == 0
-    told = capsys.readouterr()
-    assert told.out == expected
-    assert "theirs is a Hugging Face model. It was imported into memory." in told.err
-    assert "trainshort import theirs" in told.err
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["it"]
-    export(Path("runs/it"), "hf", Path("exported"))
-    assert command(["generate", "exported", *asked]) == 0
-    assert capsys.readouterr().out == expected
-    assert command(["generate", "exported", "The state", "--tokens", "200", "--temperature", "9", "--seed", "1"]) == 0
-    assert "\ufffd" in capsys.readouterr().out, "tokens that the tokenizer has no text for"
-    Path("exported/config.json").write_text('{"model_type": "gpt2"}')
->>>>>>> w-train
     with pytest.raises(InputError, match="trainshort convert makes an ALiBi model of it"):
         run_command(["generate", "source", "The state"])
 
