@@ -115,10 +115,11 @@ def open_file(path: Path, *, hint: str = RESTORE_HINT) -> BufferedReader:
         InputError: If `path` is not a regular file, or cannot be opened.
     """
     try:
-        # The check comes first, because opening a named pipe waits until another process writes to the pipe.
+        # `exists` is read first. A file that another process creates in the meantime is then opened or counts as missing.
+        exists = os.path.lexists(path)
+        # A named pipe must not be opened, because opening it waits until another process writes to the pipe.
         if path.is_file():
             return path.open("rb")
-        exists = os.path.lexists(path)
     except FileNotFoundError:
         exists = False  # The file was removed after the check.
     except (OSError, ValueError) as error:
