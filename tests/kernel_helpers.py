@@ -47,7 +47,7 @@ def attend_windowed(problem: Problem, tolerance: float, implementation: str) -> 
 def operate(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, ...]:
     """The bare operator: output, log-sum-exp, each panel's first key, and the mass that may lie before it."""
     q, k, v, bias, segment_ids, window = problem
-    kind = BiasKind.DECAY if bias.dim() == 3 else BiasKind.SLOPES
+    kind = {1: BiasKind.SLOPES, 2: BiasKind.TABLE, 3: BiasKind.DECAY}[bias.dim()]
     return torch.ops.trainshort.attention(
         q, k, v, bias, kind.value, segment_ids, window, q.shape[3] ** -0.5, tolerance, implementation == "compiled"
     )
