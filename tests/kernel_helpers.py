@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainshort.attention import BiasKind, LinearBias, attend
-from trainshort.attention.backends.custom_op import kernel_unavailable_reason
+from trainshort.attention.backends.ctypes_call import kernel_unavailable_reason
 from trainshort.attention.backends.windowed_torch import QUERY_TILE
 
 # Set by `make sanitize`, which must not pass because all tests were skipped.

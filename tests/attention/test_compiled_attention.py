@@ -189,7 +189,7 @@ def test_it_says_why_it_cannot(change, reason):
 
 def test_without_the_kernel_sdpa_takes_over(monkeypatch):
     monkeypatch.setattr(
-        "trainshort.attention.backends.custom_op.traceable_kernel_unavailable_reason",
+        "trainshort.attention.backends.ctypes_call.traceable_kernel_unavailable_reason",
         lambda dtype: "there is no C compiler here",
     )
     monkeypatch.setattr("trainshort.attention.functional._backend_cache", {})

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 from trainshort import alibi, alibi_attention
 from trainshort.attention import AttentionOutput, DenseBias, DistanceBias, LinearBias, attend, merge_by_lse
 from trainshort.attention.backends.compiled import table_by_distance
-from trainshort.attention.backends.flex import _score_function
+from trainshort.attention.backends.flex import _make_score_mod
 from trainshort.attention.backends.reference import materialize_bias
 from trainshort.attention.call import AttentionBias, AttentionCall, validate
 from trainshort.config.registries import backends
@@ -270,7 +270,7 @@ def test_a_bias_that_nobody_knows_is_an_error_everywhere():
         ):
             part()
     for part in (
-        lambda: _score_function(call),
+        lambda: _make_score_mod(call),
         lambda: table_by_distance(call, q),
         *(
             lambda backend=backend: backend.run(call)

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend, run_attention
-from trainshort.attention.backends.flex import FLEX_BLOCK_SIZE, _score_function, proven_block_mask
+from trainshort.attention.backends.flex import FLEX_BLOCK_SIZE, _make_score_mod, proven_block_mask
 from trainshort.attention.backends.reference import visibility_mask
 from trainshort.attention.call import AttentionCall
 
@@ -96,6 +96,6 @@ def test_flex_attention_reads_only_those_blocks():
     poisoned = v.clone()
     poisoned[:, :, :512] = math.nan
     out = torch.compile(flex_attention, dynamic=False)(
-        call.q, k, poisoned, score_mod=_score_function(call), block_mask=mask
+        call.q, k, poisoned, score_mod=_make_score_mod(call), block_mask=mask
     )
     torch.testing.assert_close(out, expected, rtol=0, atol=5e-6)

@@ -53,10 +53,10 @@ def test_far_from_the_start_the_error_stays_that_of_the_formula():
 def forgetful(monkeypatch):
     """A process that has no kernel and has not tried torch's yet."""
     monkeypatch.setattr(
-        "trainshort.attention.backends.custom_op.traceable_kernel_unavailable_reason",
+        "trainshort.attention.backends.ctypes_call.traceable_kernel_unavailable_reason",
         lambda dtype: "there is no C compiler here",
     )
-    monkeypatch.setattr("trainshort.attention.backends.custom_op.has_kernel", lambda width, dtype: False)
+    monkeypatch.setattr("trainshort.attention.backends.ctypes_call.has_kernel", lambda width, dtype: False)
     monkeypatch.setattr("trainshort.attention.functional._backend_cache", {})
     windowed_torch.row_mask_unsupported_reason.cache_clear()
     yield

@@ -14,16 +14,16 @@ from kernel_helpers import needs_kernel
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend, functional
-from trainshort.attention.backends import custom_op
+from trainshort.attention.backends import ctypes_call
 from trainshort.attention.kernels import build
 from trainshort.errors import InputError
 from trainshort.model.cache import ring_buffer
 
 CACHES = (
-    *(custom_op.kernel_unavailable_reason, custom_op.has_kernel, custom_op._library),
+    *(ctypes_call.kernel_unavailable_reason, ctypes_call.has_kernel, ctypes_call.load_library),
     *(ring_buffer.kernel_unavailable_reason, ring_buffer.library, build._private_folder, build._say_once),
 )
-LOADERS = {"attention": lambda: custom_op._library(False), "decode": ring_buffer.library}
+LOADERS = {"attention": lambda: ctypes_call.load_library(False), "decode": ring_buffer.library}
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_built_once_then_loaded(fresh, monkeypatch, caplog):
     ]
     runs = []
     monkeypatch.setattr(build, "_run", lambda command: runs.append(command) or real(command))
-    custom_op._library.cache_clear()
+    ctypes_call.load_library.cache_clear()
     attention()
     assert [command[1] for command in runs] == ["--version"]
     assert [path.name for path in fresh.iterdir()] == built
@@ -81,7 +81,7 @@ def test_other_flags_make_another_library(fresh, monkeypatch):
 def test_flags_that_cannot_be_split_are_one_sentence(fresh, monkeypatch):
     monkeypatch.setenv("TRAINSHORT_CFLAGS", "'-g")
     reason = "the variable TRAINSHORT_CFLAGS cannot be split into flags (No closing quotation)"
-    assert custom_op.kernel_unavailable_reason() == reason
+    assert ctypes_call.kernel_unavailable_reason() == reason
     attention()
 
 
@@ -235,7 +235,7 @@ def test_no_compiler_falls_back_with_one_message(fresh, monkeypatch, caplog):
 )
 def test_a_strange_compiler_is_one_sentence(fresh, monkeypatch, value, reason):
     monkeypatch.setenv("CC", value)
-    assert custom_op.kernel_unavailable_reason() == reason
+    assert ctypes_call.kernel_unavailable_reason() == reason
     assert ring_buffer.kernel_unavailable_reason() == reason
     attention()
 
@@ -243,13 +243,13 @@ def test_a_strange_compiler_is_one_sentence(fresh, monkeypatch, value, reason):
 @needs_kernel
 def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-fno-such-flag"))
-    assert "no-such-flag" in (custom_op.kernel_unavailable_reason() or "")
+    assert "no-such-flag" in (ctypes_call.kernel_unavailable_reason() or "")
     assert list(fresh.iterdir()) == []
 
 
 def test_a_processor_without_avx2_gets_plain_pytorch(fresh, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert custom_op.kernel_unavailable_reason() == "the kernel needs a processor with AVX2"
+    assert ctypes_call.kernel_unavailable_reason() == "the kernel needs a processor with AVX2"
     attention()
 
 

@@ -129,7 +129,7 @@ def proven_window(call: AttentionCall) -> list[int] | None:
         case LinearBias(slopes):
             windows = alibi.proven_windows(call.q, call.k, slopes, tolerance=1 - MASS, block=1)[0]
         case DecayBias(clock):
-            starts = decay.proven_first_keys(alibi.most_excess(call.q, call.k), clock, 1 - MASS)[0]
+            starts = decay.proven_first_keys(alibi.max_excess(call.q, call.k), clock, 1 - MASS)[0]
             windows = torch.arange(call.k.shape[2])[-call.q.shape[2] :] - starts.cpu() + 1
         case _:
             return None

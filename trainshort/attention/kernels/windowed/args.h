@@ -14,27 +14,27 @@ enum { NATIVE = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 typedef struct {
     char *data;
-    int64_t batch, head, token; /* strides in elements; dim's is 1 */
+    int64_t batch_stride, head_stride, token_stride; /* strides in elements; dim's is 1 */
 } Tensor;
 
 typedef struct {
     Tensor q, k, v, out, grad_out, grad_q, grad_k, grad_v;
     const float *slopes;
     const real *table;        /* (heads, MARGIN + k_len + PANEL) bias by distance, in place of slopes, or NULL */
-    const real *ceiling;      /* (heads, k_len) the table's largest value at each distance or farther, or NULL */
-    const double *clock;      /* (batch, heads, k_len) bias clock[i] - clock[j], in place of slopes, or NULL */
+    const real *table_suffix_max;      /* (heads, k_len) the table's largest value at each distance or farther, or NULL */
+    const double *cumulative_decay; /* (batch, heads, k_len) bias clock[i] - clock[j], in place of slopes, or NULL */
     const int32_t *segment_ids; /* (batch, k_len) segment of each key, or NULL */
-    const int32_t *reach;     /* (batch, k_len) first key of the same segment, or NULL */
+    const int32_t *segment_starts;     /* (batch, k_len) first key of the same segment, or NULL */
     double *lse;              /* (batch, heads, q_len); a float would round every weight that backward makes of it */
-    int32_t *first;           /* (batch, heads, panels) first key a panel of queries read */
-    float *dropped;           /* (batch, heads, panels) softmax mass that may lie before it */
-    real *inner;              /* (batch, heads, q_len) grad_out . out */
+    int32_t *first_keys;           /* (batch, heads, panels) first key a panel of queries read */
+    float *dropped_mass;           /* (batch, heads, panels) softmax mass that may lie before it */
+    real *grad_out_dot_out;              /* (batch, heads, q_len) grad_out . out */
     double *grad_table;       /* (batch, heads, k_len) gradient of the table, or NULL */
-    double *grad_rows;        /* (batch, heads, q_len) gradient of the clock where it stands for queries, or NULL */
-    double *grad_keys;        /* (batch, heads, k_len) and where it stands for keys */
+    double *grad_decay_queries;        /* (batch, heads, q_len) gradient of the clock where it stands for queries, or NULL */
+    double *grad_decay_keys;        /* (batch, heads, k_len) and where it stands for keys */
     int64_t batches, heads, kv_heads, q_len, k_len, dim, window;
     double tolerance, scale;
-    Parallel parallel; /* the OpenMP runtime torch has loaded, or NULL for helpers of our own */
+    Parallel openmp_parallel; /* the OpenMP runtime torch has loaded, or NULL for helpers of our own */
     int32_t threads, dtype;
 } Call;
 
@@ -54,7 +54,7 @@ INLINE HeadBias head_bias(const Call *c, int64_t batch, int64_t head) {
     return (HeadBias){
         (real)c->slopes[head],
         c->table ? c->table + head * table_size(c) + MARGIN : NULL,
-        c->clock ? c->clock + (batch * c->heads + head) * c->k_len : NULL,
+        c->cumulative_decay ? c->cumulative_decay + (batch * c->heads + head) * c->k_len : NULL,
     };
 }
 
@@ -77,7 +77,7 @@ INLINE int64_t position(const Call *c, int64_t row) { return c->k_len - c->q_len
 INLINE size_t element_size(const Call *c) { return c->dtype == NATIVE ? sizeof(real) : 2; }
 
 INLINE char *row_at(const Call *c, const Tensor *x, int64_t batch, int64_t head, int64_t token) {
-    return x->data + (batch * x->batch + head * x->head + token * x->token) * (int64_t)element_size(c);
+    return x->data + (batch * x->batch_stride + head * x->head_stride + token * x->token_stride) * (int64_t)element_size(c);
 }
 
 INLINE float float_of_bits(uint32_t bits) {
@@ -117,7 +117,7 @@ static void write_row(const Call *c, char *to, const real *from) {
 static const real *read_rows(const Call *c, const Tensor *x, int64_t batch, int64_t head, int64_t start, int64_t count,
                              int64_t end, real *scratch) {
     const int padded = padded_dim(c);
-    if (c->dtype == NATIVE && x->token == padded && c->dim == padded && start + count <= end)
+    if (c->dtype == NATIVE && x->token_stride == padded && c->dim == padded && start + count <= end)
         return (const real *)row_at(c, x, batch, head, start);
     for (int64_t i = 0; i < count; i++) {
         real *to = scratch + i * padded;

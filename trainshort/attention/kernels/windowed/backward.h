@@ -69,7 +69,7 @@ static void take_rows(const Call *c, int64_t batch, int64_t head, int64_t row, R
             const double lse = inside ? c->lse[at + at_row] : INFINITY;
             rows->lse[p][i / LANES][i % LANES] = (real)lse;
             rows->rest[p][i / LANES][i % LANES] = inside ? (real)(lse - (double)(real)lse) : 0;
-            rows->inner[p][i / LANES][i % LANES] = inside ? c->inner[at + at_row] : 0;
+            rows->inner[p][i / LANES][i % LANES] = inside ? c->grad_out_dot_out[at + at_row] : 0;
         }
     }
 }
@@ -146,11 +146,11 @@ static void give_rows(const Call *c, int64_t batch, int64_t head, int64_t row, c
         for (int i = 0; i < rows->place[p].rows; i++) {
             const Tensor *grad = &c->grad_q;
             const int64_t token = row + p * PANEL + i;
-            real *to = (real *)grad->data + batch * grad->batch + head * grad->head + token * grad->token;
+            real *to = (real *)grad->data + batch * grad->batch_stride + head * grad->head_stride + token * grad->token_stride;
             const real *from = rows->grad_q + p * padded * PANEL + i;
             for (int t = 0; t < c->dim; t++) to[t] += (real)c->scale * from[t * PANEL];
-            if (c->clock)
-                c->grad_rows[(batch * c->heads + head) * c->q_len + token] += rows->ticks[p][i / LANES][i % LANES];
+            if (c->cumulative_decay)
+                c->grad_decay_queries[(batch * c->heads + head) * c->q_len + token] += rows->ticks[p][i / LANES][i % LANES];
         }
 }
 
@@ -161,7 +161,7 @@ static int find_panels(const Call *c, int64_t batch, int64_t head, int64_t row, 
     for (int64_t at = row; at < smaller_of(row + ROWS, c->q_len); at += PANEL) {
         const int p = rows->count++;
         place_panel(c, batch, at, &rows->place[p]);
-        rows->first[p] = c->first[(batch * c->heads + head) * panels_of(c) + at / PANEL];
+        rows->first[p] = c->first_keys[(batch * c->heads + head) * panels_of(c) + at / PANEL];
         found |= rows->first[p] < own->start + own->keys && rows->place[p].highest >= own->start;
     }
     return found;
@@ -206,7 +206,7 @@ static void backward_segment(void *context, int64_t item, void *memory) {
 
     Rows rows;
     double ticks[SEGMENT];
-    own.ticks = c->clock ? ticks : NULL;
+    own.ticks = c->cumulative_decay ? ticks : NULL;
     for (int64_t g = 0; g < group; g++) {
         memset(ticks, 0, sizeof ticks);
         for (int64_t block = larger_of(0, own.start - position(c, 0)) / ROWS; block < blocks; block++) {
@@ -219,8 +219,8 @@ static void backward_segment(void *context, int64_t item, void *memory) {
             give_rows(c, batch, head, row, &rows);
             atomic_store_explicit(&progress[segment], (int)step + 1, memory_order_release);
         }
-        for (int64_t j = 0; c->clock && j < own.keys; j++)
-            c->grad_keys[(batch * c->heads + kv * group + g) * c->k_len + own.start + j] = -ticks[j];
+        for (int64_t j = 0; c->cumulative_decay && j < own.keys; j++)
+            c->grad_decay_keys[(batch * c->heads + kv * group + g) * c->k_len + own.start + j] = -ticks[j];
     }
     if (c->grad_table) {
         wait_for_earlier(progress, segment, FINISHED - 1);
@@ -243,7 +243,7 @@ static void inner_products(void *context, int64_t item, void *memory) {
         read_row(c, row_at(c, &c->grad_out, item / c->heads, item % c->heads, i), grad);
         double sum[4] = {0}; /* dP - inner cancels where one weight is near 1, so this one's rounding counts */
         for (int t = 0; t < c->dim; t++) sum[t % 4] += (double)out[t] * grad[t];
-        c->inner[item * c->q_len + i] = (real)((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        c->grad_out_dot_out[item * c->q_len + i] = (real)((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
 }
 

@@ -256,8 +256,8 @@ static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound
     real *rest = panel + PANEL * padded;
     bound->slope = (real)c->slopes[head];
     bound->clock = head_bias(c, batch, head).clock;
-    bound->ceiling = c->ceiling ? c->ceiling + head * c->k_len : NULL;
-    bound->known = c->tolerance > 0 && blocks >= WORTH_IT && (!c->ceiling || falls_enough(c, bound->ceiling));
+    bound->ceiling = c->table_suffix_max ? c->table_suffix_max + head * c->k_len : NULL;
+    bound->known = c->tolerance > 0 && blocks >= WORTH_IT && (!c->table_suffix_max || falls_enough(c, bound->ceiling));
     bound->centres.count = bound->queries.count = 0;
     bound->largest = bound->longest = 0;
     if (bound->known) {

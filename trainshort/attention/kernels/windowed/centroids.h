@@ -49,7 +49,7 @@ INLINE int most_centres(const Call *c) {
 }
 
 INLINE int most_query_centres(const Call *c) {
-    const int dims = c->clock ? ENOUGH_WITH_CLOCK : ENOUGH_DIMS;
+    const int dims = c->cumulative_decay ? ENOUGH_WITH_CLOCK : ENOUGH_DIMS;
     return c->k_len < ENOUGH_KEYS || c->dim < dims ? NO_QUERY_CENTRES : QUERY_CENTRES;
 }
 

@@ -83,8 +83,8 @@ static void end_row(const Call *c, int64_t batch, Row *row, int64_t first) {
     for (int t = 0; t < c->dim; t++) row->out[t] /= row->sum;
     write_row(c, row_at(c, &c->out, batch, row->head, row->row), row->out);
     c->lse[at * c->q_len + row->row] = (double)row->top + log((double)row->sum);
-    c->first[at] = (int32_t)first; /* FEW rows are one panel */
-    c->dropped[at] = 0;
+    c->first_keys[at] = (int32_t)first; /* FEW rows are one panel */
+    c->dropped_mass[at] = 0;
 }
 
 /* One item: all rows of one key head's group. */

@@ -220,8 +220,8 @@ static void walk_block(const Call *c, const Bound *bound, HeadBias bias, Walk *w
 static void end_walk(const Call *c, Walk *walk, int64_t batch, int64_t head, int64_t row, real *line) {
     const int padded = padded_dim(c);
     const int64_t at = batch * c->heads + head, panel = at * panels_of(c) + row / PANEL;
-    c->first[panel] = (int32_t)walk->first;
-    c->dropped[panel] = (float)walk->dropped;
+    c->first_keys[panel] = (int32_t)walk->first;
+    c->dropped_mass[panel] = (float)walk->dropped;
     for (int i = 0; i < walk->place.rows; i++) {
         const real sum = walk->sum[i / LANES][i % LANES], top = walk->top[i / LANES][i % LANES];
         for (int t = 0; t < padded; t++) line[t] = walk->out[t * PANEL + i] / sum;

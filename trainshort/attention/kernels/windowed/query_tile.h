@@ -23,7 +23,7 @@ static void place_panel(const Call *c, int64_t batch, int64_t row, Panel *panel)
     for (int i = 0; i < PANEL; i++) {
         const int64_t at = panel->lowest + i, real_at = smaller_of(at, panel->highest);
         panel->segment_id[i / LANES][i % LANES] = segment_ids ? segment_ids[real_at] : 0;
-        if (segment_ids) earliest = smaller_of(earliest, c->reach[batch * c->k_len + real_at]);
+        if (segment_ids) earliest = smaller_of(earliest, c->segment_starts[batch * c->k_len + real_at]);
     }
     if (segment_ids) panel->reach = larger_of(panel->reach, earliest);
 }

@@ -12,7 +12,7 @@ static void bound_head(void *context, int64_t item, void *scratch) {
 /* All items of one kind; `reals` is the scratch of each thread. 0, or 1 when memory ran out. */
 static int run_all(const Call *c, void (*work)(void *, int64_t, void *), void *context, int64_t items, size_t reals) {
     Queue queue = {work, context, items, reals * sizeof(real), 0};
-    return run_queue(&queue, c->threads, c->parallel);
+    return run_queue(&queue, c->threads, c->openmp_parallel);
 }
 
 static size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
