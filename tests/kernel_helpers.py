@@ -21,7 +21,9 @@ if os.environ.get("TRAINSHORT_TEST_REQUIRE_KERNELS") and kernel_unavailable_reas
 
 needs_kernel = pytest.mark.skipif(kernel_unavailable_reason() is not None, reason=str(kernel_unavailable_reason()))
 
-both_implementations = pytest.mark.parametrize("implementation", [pytest.param("compiled", marks=needs_kernel), "torch"])
+both_implementations = pytest.mark.parametrize(
+    "implementation", [pytest.param("compiled", marks=needs_kernel), "torch"]
+)
 """Runs a test with the compiled kernel and with the implementation in PyTorch."""
 
 BACKENDS = {"compiled": "windowed", "torch": "windowed-torch"}
@@ -68,8 +70,8 @@ def run_operator(problem: Problem, tolerance: float, implementation: str) -> tup
     """Call the PyTorch operator.
 
     Returns:
-        The output, the log-sum-exp, the first key that each query tile read, and an upper bound on the softmax mass that
-        each query tile dropped.
+        The output, the log-sum-exp, the first key that each query tile read, and an upper bound on the softmax mass
+        that each query tile dropped.
     """
     kind_by_dimensions = {1: BiasKind.SLOPES, 2: BiasKind.TABLE, 3: BiasKind.DECAY}
     kind = kind_by_dimensions[problem.bias.dim()]
@@ -89,7 +91,11 @@ def run_operator(problem: Problem, tolerance: float, implementation: str) -> tup
 
 
 def run_operator_by_row(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the PyTorch operator, and return the output, the first key and the bound on the dropped mass of each query."""
+    """Call the PyTorch operator.
+
+    Returns:
+        The output, the first key of each query, and an upper bound on the softmax mass that each query dropped.
+    """
     out, _, first_keys, dropped_mass = run_operator(problem, tolerance, implementation)
     tile_of_row = torch.arange(problem.q.shape[2]) // QUERY_TILE
     return out, first_keys[..., tile_of_row].long(), dropped_mass[..., tile_of_row]

@@ -6,6 +6,7 @@ formula is sometimes zero by chance.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -98,6 +99,12 @@ def check_errors(backend, shape, bias_kind, dtype, seed, causal=True):
     if number_of_inputs > 1:
         batch_sizes.append(batch * (number_of_inputs - 1))
 
+    def run_attend(name, inputs, bias, grad_out):
+        def function(q, k, v):
+            return attend(q, k, v, bias=bias, causal=causal, backend=name)
+
+        return run_with_gradients(function, inputs, grad_out)
+
     plain_squares = torch.zeros(4, dtype=torch.float64)
     backend_squares = torch.zeros(4, dtype=torch.float64)
     for batch_size in batch_sizes:
@@ -108,18 +115,9 @@ def check_errors(backend, shape, bias_kind, dtype, seed, causal=True):
             return
         bias_tensor = make_bias_tensor(bias, q_len, q_len + past, heads, causal)
 
-        def run_attend(name, inputs, bias=bias, grad_out=grad_out):
-            def function(*x):
-                return attend(*x, bias=bias, causal=causal, backend=name)
-
-            return run_with_gradients(function, inputs, grad_out)
-
-        def run_plain(*x, bias_tensor=bias_tensor):
-            return plain_attention(*x, bias_tensor)
-
-        exact = run_attend("reference", [x.double() for x in inputs])
-        plain = run_with_gradients(run_plain, inputs, grad_out)
-        actual = run_attend(backend, inputs)
+        exact = run_attend("reference", [x.double() for x in inputs], bias, grad_out)
+        plain = run_with_gradients(partial(plain_attention, bias_tensor=bias_tensor), inputs, grad_out)
+        actual = run_attend(backend, inputs, bias, grad_out)
         assert {x.dtype for x in actual} == {dtype}
         plain_squares += sum_squared_errors(plain, exact)
         backend_squares += sum_squared_errors(actual, exact)
@@ -131,9 +129,7 @@ def check_errors(backend, shape, bias_kind, dtype, seed, causal=True):
 
 def sum_squared_errors(results, exact_results):
     """Return the sum of the squared errors of each tensor."""
-    sums = [
-        (result.double() - exact).square().sum() for result, exact in zip(results, exact_results, strict=True)
-    ]
+    sums = [(result.double() - exact).square().sum() for result, exact in zip(results, exact_results, strict=True)]
     return torch.stack(sums)
 
 

@@ -23,7 +23,7 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 
 def attend_or_skip(backend, q, k, v, **options):
-    """Call `attend` without a causal mask, or skip the test with the reason if the backend does not support the call."""
+    """Call `attend` without a causal mask, or skip the test if the backend does not support the call."""
     reason = backends.get(backend).unsupported_reason(AttentionCall(q, k, v, causal=False, **options))
     if reason:
         pytest.skip(f"{backend}: {reason}")
@@ -100,7 +100,7 @@ def test_infinite_slopes_hide_one_side(backend):
 @pytest.mark.parametrize("bias_kind", ["slopes", "table", "decay"])
 @pytest.mark.parametrize("backend", ["windowed", "windowed-torch", "compiled", "sdpa"])
 def test_output_and_gradients_equal_reference(backend, bias_kind, options):
-    """The gradients include the biases of both sides. The calls use grouped-query attention and more keys than queries."""
+    """The gradients include the biases of both sides. There are fewer key heads than query heads, and more keys."""
     q = randn(2, 4, 120, 16)
     grad_out = randn(2, 4, 120, 16, seed=1)
     k, v = (randn(2, 2, 150, 16, seed=seed) for seed in (2, 3))

@@ -210,7 +210,7 @@ def test_gradients_of_trained_slopes_equal_reference():
 def test_flex_rejects_trained_slopes_on_the_cpu():
     q, k, v = make_inputs()
     bias = LinearBias(alibi.slopes(4).requires_grad_())
-    with pytest.raises(InputError, match="'flex' does not support this call: .*use '(compiled|sdpa)'"):
+    with pytest.raises(InputError, match=r"'flex' does not support this call: .*use '(compiled|sdpa)'"):
         attend(q, k, v, bias=bias, backend="flex")
 
 
@@ -299,7 +299,7 @@ def test_unknown_bias_type_is_rejected_everywhere():
         lambda: backends.get("compiled").run(call),
     ]
     for function in functions:
-        with pytest.raises(InputError, match="bias must be LinearBias, .* or None, got UnknownBias"):
+        with pytest.raises(InputError, match=r"bias must be LinearBias, .* or None, got UnknownBias"):
             function()
 
 

@@ -18,7 +18,7 @@ FULL = 2
 
 
 def expand_block_mask(mask, q_len, k_len):
-    """Return for each query and key whether its block is SKIPPED, MASKED or FULL. Shape (batch, heads, q_len, k_len)."""
+    """Return whether the block of each query and key is SKIPPED, MASKED or FULL: (batch, heads, q_len, k_len)."""
     batch, heads, q_blocks = mask.kv_num_blocks.shape
     k_blocks = -(-k_len // FLEX_BLOCK_SIZE)
     kinds = torch.full((batch, heads, q_blocks, k_blocks), SKIPPED, dtype=torch.int8)
