@@ -26,7 +26,7 @@ CHECKED = 64
 WARM = 256
 """Tokens on which a process warms up before its memory is measured."""
 KEYS = 4
-"""Keys that the kernel reads or leaves out together; the same number as STEP in tile.h."""
+"""Keys that the kernel reads or leaves out together; the same number as KEY_GROUP in matmul.h."""
 EVERY = 17
 """One panel in so many is asked what it needs."""
 

@@ -17,7 +17,7 @@ from benchmarks.run import Progress
 from benchmarks.suites import CONTENDERS
 from trainshort import alibi
 from trainshort.attention import AttentionCall, DecayBias, LinearBias, attend
-from trainshort.attention.backends.custom_op import kernel_unavailable_reason
+from trainshort.attention.backends.ctypes_call import kernel_unavailable_reason
 from trainshort.attention.backends.reference import materialize_bias, visibility_mask
 from trainshort.config.registries import backends
 from trainshort.generate.streaming import stream

@@ -1,5 +1,8 @@
-"""For tests of compiled code and what stands in for it: both take the same inputs, and where compiled code cannot be
-built its tests are skipped, with the reason (`make test-bare`)."""
+"""Helpers for tests of the attention kernel and of its replacement in PyTorch.
+
+Most of these tests run with both implementations. On a machine on which the kernel cannot be built, the tests of the
+kernel are skipped with the reason.
+"""
 
 import os
 from typing import NamedTuple
@@ -8,53 +11,91 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainshort.attention import BiasKind, LinearBias, attend
-from trainshort.attention.backends.custom_op import kernel_unavailable_reason
+from trainshort.attention import AttentionOutput, BiasKind, LinearBias, attend
+from trainshort.attention.backends.ctypes_call import kernel_unavailable_reason
 from trainshort.attention.backends.windowed_torch import QUERY_TILE
 
-# Set by `make sanitize`, which must not pass because all tests were skipped.
+# `make sanitize` sets this variable, so that the run fails instead of skipping all tests of the kernel.
 if os.environ.get("TRAINSHORT_TEST_REQUIRE_KERNELS") and kernel_unavailable_reason() is not None:
     raise RuntimeError(f"The compiled kernels are not available: {kernel_unavailable_reason()}.")
 
 needs_kernel = pytest.mark.skipif(kernel_unavailable_reason() is not None, reason=str(kernel_unavailable_reason()))
-both = pytest.mark.parametrize("implementation", [pytest.param("compiled", marks=needs_kernel), "torch"])
+
+both_implementations = pytest.mark.parametrize(
+    "implementation", [pytest.param("compiled", marks=needs_kernel), "torch"]
+)
+"""Runs a test with the compiled kernel and with the implementation in PyTorch."""
+
 BACKENDS = {"compiled": "windowed", "torch": "windowed-torch"}
+"""The name of the backend that uses each implementation."""
 
 
 class Problem(NamedTuple):
-    """Inputs of windowed attention."""
+    """The inputs of one attention call.
+
+    Attributes:
+        q: The queries.
+        k: The keys.
+        v: The values.
+        bias: Slopes of shape (heads,), a distance table of shape (heads, k_len), or a cumulative log decay of shape
+            (batch, heads, k_len).
+        segment_ids: The segment that each key belongs to, or None.
+        window: The size of a sliding window, or None.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    slopes: Tensor
+    bias: Tensor
     segment_ids: Tensor | None = None
     window: int | None = None
 
 
-def attend_windowed(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and certificate by one of the two."""
-    q, k, v, slopes, segment_ids, window = problem
-    options = {
-        "segment_ids": segment_ids,
-        "window": window,
-        "tolerance": tolerance,
-        "backend": BACKENDS[implementation],
-    }
-    return attend(q, k, v, bias=LinearBias(slopes), return_stats=True, **options)
-
-
-def operate(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, ...]:
-    """The bare operator: output, log-sum-exp, each panel's first key, and the mass that may lie before it."""
-    q, k, v, bias, segment_ids, window = problem
-    kind = BiasKind.DECAY if bias.dim() == 3 else BiasKind.SLOPES
-    return torch.ops.trainshort.attention(
-        q, k, v, bias, kind.value, segment_ids, window, q.shape[3] ** -0.5, tolerance, implementation == "compiled"
+def attend_windowed(problem: Problem, tolerance: float, implementation: str) -> AttentionOutput:
+    """Call `attend` with the backend of an implementation. The bias of the problem must be slopes."""
+    return attend(
+        problem.q,
+        problem.k,
+        problem.v,
+        bias=LinearBias(problem.bias),
+        segment_ids=problem.segment_ids,
+        window=problem.window,
+        tolerance=tolerance,
+        backend=BACKENDS[implementation],
+        return_stats=True,
     )
 
 
-def read_and_promised(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, each row's first key, and each row's promise."""
-    out, _, first, dropped = operate(problem, tolerance, implementation)
-    panel = torch.arange(problem.q.shape[2]) // QUERY_TILE
-    return out, first[..., panel].long(), dropped[..., panel]
+def run_operator(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Call the PyTorch operator.
+
+    Returns:
+        The output, the log-sum-exp, the first key that each query tile read, and an upper bound on the softmax mass
+        that each query tile dropped.
+    """
+    kind_by_dimensions = {1: BiasKind.SLOPES, 2: BiasKind.TABLE, 3: BiasKind.DECAY}
+    kind = kind_by_dimensions[problem.bias.dim()]
+    scale = problem.q.shape[3] ** -0.5
+    return torch.ops.trainshort.attention(
+        problem.q,
+        problem.k,
+        problem.v,
+        problem.bias,
+        kind.value,
+        problem.segment_ids,
+        problem.window,
+        scale,
+        tolerance,
+        implementation == "compiled",
+    )
+
+
+def run_operator_by_row(problem: Problem, tolerance: float, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Call the PyTorch operator.
+
+    Returns:
+        The output, the first key of each query, and an upper bound on the softmax mass that each query dropped.
+    """
+    out, _, first_keys, dropped_mass = run_operator(problem, tolerance, implementation)
+    tile_of_row = torch.arange(problem.q.shape[2]) // QUERY_TILE
+    return out, first_keys[..., tile_of_row].long(), dropped_mass[..., tile_of_row]

@@ -1,4 +1,4 @@
-"""Slopes, bias and proven windows against the paper, the released rule and brute force."""
+"""Tests of the slopes, the bias and the proven windows of ALiBi."""
 
 import math
 
@@ -11,22 +11,24 @@ from trainshort import alibi
 from trainshort.errors import InputError
 
 
-def released_rule(heads: int) -> list[float]:
-    """The released rule, written a second time and recursively, as facts about it are stated."""
-    if heads & (heads - 1) == 0:
-        start = 2 ** -(2 ** -(math.log2(heads) - 3))
-        return [start ** (i + 1) for i in range(heads)]
-    below = 2 ** (heads.bit_length() - 1)
-    return released_rule(below) + released_rule(2 * below)[0::2][: heads - below]
+def released_slopes(heads: int) -> list[float]:
+    """Return the slopes as the code of the ALiBi authors computes them, written recursively."""
+    is_power_of_two = heads & (heads - 1) == 0
+    if is_power_of_two:
+        ratio = 2 ** -(2 ** -(math.log2(heads) - 3))
+        return [ratio ** (i + 1) for i in range(heads)]
+    smaller_power = 2 ** (heads.bit_length() - 1)
+    remaining_slopes = released_slopes(2 * smaller_power)[0::2]
+    return released_slopes(smaller_power) + remaining_slopes[: heads - smaller_power]
 
 
 @pytest.mark.parametrize("heads", range(1, 65))
-def test_slopes_follow_the_released_rule(heads):
-    torch.testing.assert_close(alibi.slopes(heads), torch.tensor(released_rule(heads)), rtol=1e-6, atol=0)
+def test_slopes_equal_released_slopes(heads):
+    torch.testing.assert_close(alibi.slopes(heads), torch.tensor(released_slopes(heads)), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("heads", "golden"),
+    ("heads", "expected"),
     [
         (1, [1 / 256]),
         (2, [1 / 16, 1 / 256]),
@@ -36,92 +38,108 @@ def test_slopes_follow_the_released_rule(heads):
         (16, [2 ** (-i / 2) for i in range(1, 17)]),
     ],
 )
-def test_golden_slopes(heads, golden):
-    torch.testing.assert_close(alibi.slopes(heads), torch.tensor(golden), rtol=1e-6, atol=0)
+def test_slopes_have_known_values(heads, expected):
+    torch.testing.assert_close(alibi.slopes(heads), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
-def test_max_bias_sets_the_flattest_slope():
-    assert alibi.slopes(8, max_bias=16.0)[-1] == 2.0**-16
-    assert alibi.slopes(8, max_bias=16.0)[0] == 0.25
+def test_max_bias_sets_the_last_slope():
+    slopes = alibi.slopes(8, max_bias=16.0)
+    assert slopes[-1] == 2.0**-16
+    assert slopes[0] == 0.25
 
 
 @pytest.mark.parametrize(("heads", "max_bias"), [(0, 8.0), (-3, 8.0), (8, 0.0), (8, math.nan)])
-def test_slopes_refuse_nonsense(heads, max_bias):
-    with pytest.raises(InputError, match=r"at least one head|must be positive"):
+def test_slopes_reject_invalid_arguments(heads, max_bias):
+    with pytest.raises(InputError, match=r"at least one head|max_bias"):
         alibi.slopes(heads, max_bias)
 
 
-def test_bias_in_small_integers():
-    expected = [[-3, -2, -1, 0, -math.inf], [-4, -3, -2, -1, 0]]
-    assert alibi.bias(torch.tensor([1.0, 0.5]), 2, 5)[0].tolist() == expected
-    assert alibi.bias(torch.tensor([1.0, 0.5]), 2, 5)[1, 1].tolist() == [-2, -1.5, -1, -0.5, 0]
+def test_bias_has_known_values():
+    bias = alibi.bias(torch.tensor([1.0, 0.5]), q_len=2, k_len=5)
+    assert bias[0].tolist() == [[-3, -2, -1, 0, -math.inf], [-4, -3, -2, -1, 0]]
+    assert bias[1, 1].tolist() == [-2, -1.5, -1, -0.5, 0]
 
 
-def test_bias_is_float32_whatever_the_slopes():
+def test_bias_is_float32_for_half_precision_slopes():
     assert alibi.bias(alibi.slopes(4).bfloat16(), 3, 3).dtype == torch.float32
 
 
-def dropped_mass(q, k, slopes, windows, block):
-    """The softmax mass that lies at or past each row's window, by brute force in float64."""
-    group = q.shape[1] // k.shape[1]
-    scores = q.double() @ k.double().repeat_interleave(group, 1).transpose(-1, -2) / math.sqrt(q.shape[-1])
+def mass_outside_windows(q, k, slopes, windows, block):
+    """Return the softmax mass at or beyond the window of each query, computed in float64 from all scores."""
+    heads_per_kv_head = q.shape[1] // k.shape[1]
+    repeated_k = k.double().repeat_interleave(heads_per_kv_head, 1)
+    scores = q.double() @ repeated_k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     distance = alibi.distances(q.shape[2], k.shape[2])
     scores = scores - slopes.double()[:, None, None] * distance
     weights = scores.masked_fill(distance < 0, -math.inf).softmax(-1)
-    rows = windows.repeat_interleave(block, -1)[..., : q.shape[2], None]
-    return (weights * (distance >= rows)).sum(-1)
+    window_of_row = windows.repeat_interleave(block, -1)[..., : q.shape[2], None]
+    return (weights * (distance >= window_of_row)).sum(-1)
 
 
 @given(
-    heads=st.sampled_from([1, 3, 8]),
-    group=st.sampled_from([1, 2]),
+    kv_heads=st.sampled_from([1, 3, 8]),
+    heads_per_kv_head=st.sampled_from([1, 2]),
     q_len=st.integers(1, 90),
     past=st.integers(0, 200),
-    loudness=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    query_scale=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
     tolerance=st.sampled_from([1e-12, 1e-6, 1e-2, 0.5]),
-    adversary=st.sampled_from(["none", "huge far key", "constant keys", "equal tokens", "opposed"]),
+    kind=st.sampled_from(["normal", "huge far key", "constant keys", "equal tokens", "opposite own key"]),
     seed=st.integers(0, 10_000),
 )
-def test_no_more_than_the_promised_mass_is_dropped(heads, group, q_len, past, loudness, tolerance, adversary, seed):
+def test_mass_outside_windows_is_at_most_the_tolerance(
+    kv_heads, heads_per_kv_head, q_len, past, query_scale, tolerance, kind, seed
+):
     generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(2, heads * group, q_len, 16, generator=generator) * loudness
-    k = torch.randn(2, heads, q_len + past, 16, generator=generator)
-    if adversary == "huge far key":
+    heads = kv_heads * heads_per_kv_head
+    q = torch.randn(2, heads, q_len, 16, generator=generator) * query_scale
+    k = torch.randn(2, kv_heads, q_len + past, 16, generator=generator)
+    if kind == "huge far key":
         k[:, :, 0] *= 30
-    elif adversary == "constant keys":
+    elif kind == "constant keys":
         k = k[:, :, :1].expand_as(k)
-    elif adversary == "equal tokens":
-        q, k = q[:, :, :1].expand_as(q), k[:, :, :1].expand_as(k)
-    elif adversary == "opposed":  # the own key scores as badly, and the far keys as well, as norms allow
-        k = q.repeat_interleave(1, 1)[:, ::group, :1].expand_as(k).clone()
+    elif kind == "equal tokens":
+        q = q[:, :, :1].expand_as(q)
+        k = k[:, :, :1].expand_as(k)
+    elif kind == "opposite own key":
+        # The score of the own key is as small as possible, and the scores of far keys are as large as possible.
+        k = q[:, ::heads_per_kv_head, :1].expand_as(k).clone()
         k[:, :, past:] *= -1
-    slopes = alibi.slopes(heads * group) * (10.0 if seed % 2 else 1.0)
+    slope_factor = 10.0 if seed % 2 else 1.0
+    slopes = alibi.slopes(heads) * slope_factor
+
     windows = alibi.proven_windows(q, k, slopes, tolerance, block=16)
-    assert windows.shape == (2, heads * group, -(-q_len // 16))
-    assert (dropped_mass(q, k, slopes, windows, 16) <= tolerance * (1 + 1e-9)).all()
+    assert windows.shape == (2, heads, -(-q_len // 16))
+    assert (mass_outside_windows(q, k, slopes, windows, 16) <= tolerance * (1 + 1e-9)).all()
 
 
-def test_windows_do_skip():
-    """The bound is worth something: steep heads read a fraction of the keys."""
-    q, k = torch.randn(1, 8, 2048, 64), torch.randn(1, 8, 2048, 64)
+def test_windows_of_steep_heads_are_short():
+    q = torch.randn(1, 8, 2048, 64)
+    k = torch.randn(1, 8, 2048, 64)
     windows = alibi.proven_windows(q, k, alibi.slopes(8), 1e-6)
-    mean = windows.double().mean(-1)[0]
-    assert mean[0] < 100 < mean[3] < mean[5]
+    mean_window = windows.double().mean(-1)[0]
+    assert mean_window[0] < 100 < mean_window[3] < mean_window[5]
     assert (windows >= 1).all()
 
 
-def test_windows_are_everything_when_nothing_can_be_promised():
-    q, k = torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8)
-    steep = torch.ones(2)
+def test_windows_contain_all_keys_if_no_bound_exists():
+    q = torch.randn(1, 2, 70, 8)
+    k = torch.randn(1, 2, 70, 8)
+    slopes = torch.ones(2)
+    windows = alibi.proven_windows(q, k, slopes, tolerance=1e-3)
+    assert (windows < 70).any()
 
-    def windows(q=q, k=k, slopes=steep, tolerance=1e-3):
-        return alibi.proven_windows(q, k, slopes, tolerance)
+    assert (alibi.proven_windows(q, k, slopes, tolerance=0.0) == 70).all()
+    not_positive = torch.tensor([0.0, -1.0])
+    assert (alibi.proven_windows(q, k, not_positive, tolerance=1e-3) == 70).all()
 
-    assert (windows() < 70).any()
-    assert (windows(tolerance=0.0) == 70).all()
-    assert (windows(slopes=torch.tensor([0.0, -1.0])) == 70).all()
-    for bad in (math.nan, math.inf):
-        broken = k.clone()
-        broken[0, 1, 3, 0] = bad
-        assert (windows(k=broken)[0, 1] == 70).all()
-        assert (windows(k=broken)[0, 0] == windows()[0, 0]).all()
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_windows_contain_all_keys_if_a_key_is_not_finite(value):
+    q = torch.randn(1, 2, 70, 8)
+    k = torch.randn(1, 2, 70, 8)
+    slopes = torch.ones(2)
+    finite_windows = alibi.proven_windows(q, k, slopes, tolerance=1e-3)
+    k[0, 1, 3, 0] = value
+    windows = alibi.proven_windows(q, k, slopes, tolerance=1e-3)
+    assert (windows[0, 1] == 70).all()
+    assert (windows[0, 0] == finite_windows[0, 0]).all()

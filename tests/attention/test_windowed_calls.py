@@ -1,5 +1,8 @@
-"""Every way `windowed` is called, in both implementations: grouped heads, documents, windows, chunks, decoding, dtypes,
-inputs that are not finite, torch.compile, and any number of threads."""
+"""Tests of the calls that windowed attention supports, with the compiled kernel and with the implementation in PyTorch.
+
+The calls use grouped-query attention, segments, sliding windows, chunks of queries, several dtypes, values that are not
+finite, torch.compile and several threads.
+"""
 
 import itertools
 
@@ -7,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_helpers import Problem, attend_windowed, both, needs_kernel
+from kernel_helpers import Problem, attend_windowed, both_implementations, needs_kernel
 
 from trainshort import alibi
 from trainshort.attention import BiasKind, LinearBias, attend
@@ -16,181 +19,200 @@ from trainshort.attention.kernels import build
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
-def with_gradients(function, leaves, grad_out):
-    leaves = [x.detach().requires_grad_() for x in leaves]
+def run_with_gradients(function, inputs, grad_out):
+    """Return the output of a function and the gradients of its inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))]
 
 
-def check_against_oracle(tensors, slopes, window, segment_ids, implementation):
-    """Twice what the plain formula loses in the same dtype, plus roundings (see test_engines.py for the budget)."""
-    dim, dtype = tensors[0].shape[-1], tensors[0].dtype
-    grad_out = torch.randn(tensors[0].shape).to(dtype)
-
-    def reference(*x):
-        return attend(*x, bias=LinearBias(slopes), window=window, segment_ids=segment_ids, backend="reference")
-
-    def ours(*x):
-        return attend_windowed(Problem(*x, slopes, segment_ids, window), 1e-6, implementation)[0]
-
-    exact = with_gradients(reference, [x.double() for x in tensors], grad_out)
-    plain = with_gradients(reference, tensors, grad_out)
-    for what, e, p, o in zip(
-        ("out", "grad q", "grad k", "grad v"), exact, plain, with_gradients(ours, tensors, grad_out), strict=True
-    ):
-        assert o.dtype == dtype
-        lost, spent = ((x.double() - e).square().mean().sqrt().item() for x in (p, o))
-        rounding = 2 * FLOAT32_EPS * max(dim**0.5, e.abs().max().item())
-        if dtype != torch.float32:  # torch's kernel rounds the weights to half precision, the oracle does not
-            lost += torch.finfo(dtype).eps * e.abs().max().item() / 8
-        assert spent <= 2 * lost + rounding, f"{what}: {spent:.2e} spent, {lost:.2e} lost by the plain formula"
+def root_mean_square(x):
+    return x.square().mean().sqrt().item()
 
 
-@both
+def check_errors(inputs, slopes, window, segment_ids, implementation):
+    """Check that the errors are at most twice the errors of the reference in the same dtype, plus rounding errors."""
+    dim = inputs[0].shape[-1]
+    dtype = inputs[0].dtype
+    grad_out = torch.randn(inputs[0].shape).to(dtype)
+
+    def run_reference(q, k, v):
+        return attend(q, k, v, bias=LinearBias(slopes), window=window, segment_ids=segment_ids, backend="reference")
+
+    def run_windowed(q, k, v):
+        return attend_windowed(Problem(q, k, v, slopes, segment_ids, window), 1e-6, implementation).out
+
+    exact_results = run_with_gradients(run_reference, [x.double() for x in inputs], grad_out)
+    reference_results = run_with_gradients(run_reference, inputs, grad_out)
+    actual_results = run_with_gradients(run_windowed, inputs, grad_out)
+    names = ("out", "grad q", "grad k", "grad v")
+    for name, exact, reference, actual in zip(names, exact_results, reference_results, actual_results, strict=True):
+        assert actual.dtype == dtype
+        reference_error = root_mean_square(reference.double() - exact)
+        error = root_mean_square(actual.double() - exact)
+        largest_value = exact.abs().max().item()
+        rounding_error = 2 * FLOAT32_EPS * max(dim**0.5, largest_value)
+        if dtype != torch.float32:
+            # PyTorch's kernel rounds the weights to half precision, and the reference does not.
+            reference_error += torch.finfo(dtype).eps * largest_value / 8
+        message = f"{name}: error {error:.2e}, error of the reference {reference_error:.2e}"
+        assert error <= 2 * reference_error + rounding_error, message
+
+
+@both_implementations
 @given(
     heads=st.sampled_from([(1, 1), (6, 3), (4, 1), (8, 8)]),
     lengths=st.tuples(st.integers(1, 400), st.sampled_from([0, 1, 100, 333])),
     dim=st.sampled_from([1, 8, 20, 64, 80]),
     window=st.sampled_from([None, None, 1, 17, 150]),
-    packed=st.booleans(),
+    has_segments=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=30)
-def test_any_call_is_within_the_budget_of_the_oracle(implementation, heads, lengths, dim, window, packed, dtype, seed):
+def test_errors_of_random_calls(implementation, heads, lengths, dim, window, has_segments, dtype, seed):
     torch.manual_seed(seed)
-    q_len, k_len = lengths[0], sum(lengths)
-    q = torch.randn(2, heads[0], q_len, dim).to(dtype)
-    k, v = (torch.randn(2, heads[1], k_len, dim).to(dtype) for _ in range(2))
-    segment_ids = (torch.rand(2, k_len) < 0.03).cumsum(1) * 5 - 2 if packed else None
-    check_against_oracle((q, k, v), alibi.slopes(heads[0]), window, segment_ids, implementation)
+    query_heads, kv_heads = heads
+    q_len, past = lengths
+    k_len = q_len + past
+    q = torch.randn(2, query_heads, q_len, dim).to(dtype)
+    k, v = (torch.randn(2, kv_heads, k_len, dim).to(dtype) for _ in range(2))
+    segment_ids = (torch.rand(2, k_len) < 0.03).cumsum(1) * 5 - 2 if has_segments else None
+    check_errors((q, k, v), alibi.slopes(query_heads), window, segment_ids, implementation)
 
 
-@both
-def test_documents_may_come_back(implementation):
-    """Numbers need not ascend: a document interrupted by another one goes on where it stopped."""
+@both_implementations
+def test_segments_that_are_interrupted_by_other_segments(implementation):
     segment_ids = torch.tensor([7, 7, 3, 3, 7, 3, 7, 9]).repeat_interleave(40)[None]
-    tensors = [torch.randn(1, 2, 320, 16) for _ in range(3)]
-    check_against_oracle(tensors, alibi.slopes(2), None, segment_ids, implementation)
+    inputs = [torch.randn(1, 2, 320, 16) for _ in range(3)]
+    check_errors(inputs, alibi.slopes(2), None, segment_ids, implementation)
 
 
-@both
-def test_transposed_and_sliced_inputs(implementation):
-    """As a model hands them over: heads inside tokens, one tensor for q, k and v; and rows that are not contiguous."""
-    joined = torch.randn(2, 300, 3, 4, 16)
-    views = [x.transpose(1, 2) for x in joined.unbind(2)]
-    check_against_oracle(views, alibi.slopes(4), None, None, implementation)
-    columns = [torch.randn(1, 2, 16, 100).transpose(2, 3) for _ in range(3)]
-    check_against_oracle(columns, alibi.slopes(2), None, None, implementation)
+@both_implementations
+def test_transposed_inputs(implementation):
+    # One tensor for q, k and v, with the heads inside the tokens, as in a model.
+    qkv = torch.randn(2, 300, 3, 4, 16)
+    inputs = [x.transpose(1, 2) for x in qkv.unbind(2)]
+    check_errors(inputs, alibi.slopes(4), None, None, implementation)
+    # Rows that are not contiguous.
+    inputs = [torch.randn(1, 2, 16, 100).transpose(2, 3) for _ in range(3)]
+    check_errors(inputs, alibi.slopes(2), None, None, implementation)
 
 
-@both
-def test_chunks_and_single_tokens_equal_one_pass(implementation):
+@both_implementations
+def test_chunks_of_queries_equal_one_call(implementation):
     q, k, v = (torch.randn(1, 4, 700, 32) for _ in range(3))
     slopes = alibi.slopes(4)
-    whole, whole_lse, _ = attend_windowed(Problem(q, k, v, slopes, None, None), 1e-6, implementation)
-    starts = [0, 1, 2, 5, 140, 333, 334, 600, 700]
-    for start, end in itertools.pairwise(starts):
-        problem = Problem(q[:, :, start:end], k[:, :, :end], v[:, :, :end], slopes, None, None)
+    expected_out, expected_lse, _ = attend_windowed(Problem(q, k, v, slopes), 1e-6, implementation)
+    boundaries = [0, 1, 2, 5, 140, 333, 334, 600, 700]
+    for start, end in itertools.pairwise(boundaries):
+        problem = Problem(q[:, :, start:end], k[:, :, :end], v[:, :, :end], slopes)
         out, lse, _ = attend_windowed(problem, 1e-6, implementation)
-        torch.testing.assert_close(out, whole[:, :, start:end], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse, whole_lse[:, :, start:end], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out, expected_out[:, :, start:end], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, expected_lse[:, :, start:end], rtol=1e-5, atol=1e-5)
 
 
-@both
-def test_decoding_a_batch_of_different_lengths(implementation):
-    """Three sequences of 5, 90 and 200 tokens, padded in front; padding is a document of its own."""
-    lengths, room = (5, 90, 200), 200
+@both_implementations
+def test_decode_step_of_left_padded_batch(implementation):
+    """The padding is a segment of its own."""
+    lengths = (5, 90, 200)
+    k_len = max(lengths)
     q = torch.randn(3, 4, 1, 16)
-    k, v = (torch.randn(3, 2, room, 16) for _ in range(2))
+    k, v = (torch.randn(3, 2, k_len, 16) for _ in range(2))
     slopes = alibi.slopes(4)
-    segment_ids = torch.stack([torch.arange(room) >= room - n for n in lengths]).long()
-    out, _, _ = attend_windowed(Problem(q, k, v, slopes, segment_ids, None), 1e-6, implementation)
-    for i, n in enumerate(lengths):
-        own = (q[i : i + 1], k[i : i + 1, :, room - n :], v[i : i + 1, :, room - n :])
-        alone = attend(*own, bias=LinearBias(slopes), backend="reference")
-        torch.testing.assert_close(out[i : i + 1], alone)
+    segment_ids = torch.stack([torch.arange(k_len) >= k_len - length for length in lengths]).long()
+    out = attend_windowed(Problem(q, k, v, slopes, segment_ids), 1e-6, implementation).out
+    for i, length in enumerate(lengths):
+        sequence_k = k[i : i + 1, :, k_len - length :]
+        sequence_v = v[i : i + 1, :, k_len - length :]
+        expected = attend(q[i : i + 1], sequence_k, sequence_v, bias=LinearBias(slopes), backend="reference")
+        torch.testing.assert_close(out[i : i + 1], expected)
 
 
-@both
+@both_implementations
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_what_is_not_finite_is_never_skipped(implementation, value, which):
-    """Row by row against the oracle on what the row can see: not a number where it has none, and close elsewhere."""
-    tensors = {name: torch.randn(1, 2, 500, 8) for name in "qkv"}
-    tensors[which][0, 0, 30, 3] = value
-    slopes = torch.tensor([1.0, 0.5])  # so steep that key 30 is far outside every later window
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_values_that_are_not_finite_are_never_skipped(implementation, value, name):
+    tensors = {"q": torch.randn(1, 2, 500, 8), "k": torch.randn(1, 2, 500, 8), "v": torch.randn(1, 2, 500, 8)}
+    tensors[name][0, 0, 30, 3] = value
     q, k, v = tensors.values()
-    out, _, _ = attend_windowed(Problem(q, k, v, slopes, None, None), 1e-6, implementation)
+    slopes = torch.tensor([1.0, 0.5])  # Key 30 lies far outside of the windows of the last queries.
+    out = attend_windowed(Problem(q, k, v, slopes), 1e-6, implementation).out
     for row in (0, 29, 30, 31, 60, 200, 499):
-        seen = (q[:, :, row : row + 1], k[:, :, : row + 1], v[:, :, : row + 1])
-        oracle = attend(*seen, bias=LinearBias(slopes), backend="reference")[0, :, 0]
-        ours = out[0, :, row]
         if implementation == "torch" and row < 30:
-            continue  # torch's kernel multiplies hidden values by zero, so a row may be NaN by its future
-        assert torch.equal(ours.isfinite(), oracle.isfinite()), f"row {row}: {ours} where the oracle has {oracle}"
-        torch.testing.assert_close(ours, oracle, equal_nan=True, atol=1e-5, rtol=1e-5)
+            continue  # PyTorch's kernel multiplies hidden values by zero, so hidden values can also cause NaN.
+        # The reference gets only the keys that the query sees.
+        row_q = q[:, :, row : row + 1]
+        expected = attend(row_q, k[:, :, : row + 1], v[:, :, : row + 1], bias=LinearBias(slopes), backend="reference")
+        actual_row = out[0, :, row]
+        expected_row = expected[0, :, 0]
+        assert torch.equal(actual_row.isfinite(), expected_row.isfinite()), f"row {row}"
+        torch.testing.assert_close(actual_row, expected_row, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
-@both
-def test_operators_are_registered_as_torch_wants_them(implementation):
+@both_implementations
+def test_operator_passes_opcheck(implementation):
     q, k, v = (torch.randn(2, 4, 50, 16, requires_grad=True) for _ in range(3))
     segment_ids = (torch.rand(2, 50) < 0.1).cumsum(1)
     compiled = implementation == "compiled"
-    arguments = (q, k, v, alibi.slopes(4), BiasKind.SLOPES.value, segment_ids, 20, 0.25, 1e-6, compiled)
-    torch.library.opcheck(torch.ops.trainshort.attention.default, arguments)
-    out, lse, first, _ = (x.detach() for x in torch.ops.trainshort.attention(*arguments))
-    leaves = [x.detach() for x in (q, k, v)]
+    # bias, bias_kind, segment_ids, window, scale
     settings = (alibi.slopes(4), BiasKind.SLOPES.value, segment_ids, 20, 0.25)
-    arguments = (torch.randn_like(q), *leaves, *settings, out, lse, first, compiled)
+    arguments = (q, k, v, *settings, 1e-6, compiled)
+    torch.library.opcheck(torch.ops.trainshort.attention.default, arguments)
+
+    out, lse, first_keys, _ = (x.detach() for x in torch.ops.trainshort.attention(*arguments))
+    inputs = [x.detach() for x in (q, k, v)]
+    arguments = (torch.randn_like(q), *inputs, *settings, out, lse, first_keys, compiled)
     torch.library.opcheck(torch.ops.trainshort.attention_backward.default, arguments)
 
 
-@both
-def test_gradcheck(implementation):
-    leaves = [torch.randn(1, heads, 40, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+@both_implementations
+def test_gradients_equal_finite_differences(implementation):
+    inputs = [torch.randn(1, heads, 40, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     segment_ids = (torch.arange(40) // 15)[None]
 
-    def function(*x):
-        return attend_windowed(Problem(*x, alibi.slopes(4), segment_ids, 12), 0.0, implementation)[0]
+    def function(q, k, v):
+        return attend_windowed(Problem(q, k, v, alibi.slopes(4), segment_ids, 12), 0.0, implementation).out
 
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", ["windowed", "auto"])
-def test_torch_compile_keeps_the_graph_whole(backend):
-    q, k, v = (torch.randn(1, 4, 70, 16, requires_grad=True) for _ in range(3))
+def test_torch_compile_has_no_graph_break(backend):
+    inputs = tuple(torch.randn(1, 4, 70, 16, requires_grad=True) for _ in range(3))
+    grad_out = torch.randn(1, 4, 70, 16)
     slopes = alibi.slopes(4)
 
     def function(q, k, v):
         return attend(q * 2, k, v, bias=LinearBias(slopes), backend=backend).sin()
 
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    grad_out = torch.randn(1, 4, 70, 16)
-    eager = with_gradients(function, (q, k, v), grad_out)
-    for e, c in zip(eager, with_gradients(compiled, (q, k, v), grad_out), strict=True):
-        torch.testing.assert_close(c, e)
+    compiled_function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    actual = run_with_gradients(compiled_function, inputs, grad_out)
+    expected = run_with_gradients(function, inputs, grad_out)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(actual_tensor, expected_tensor)
 
 
 @needs_kernel
-@pytest.mark.parametrize("pool", ["torch's", "own"])
-def test_the_number_of_threads_changes_no_bit(pool, monkeypatch):
-    if pool == "own":
+@pytest.mark.parametrize("thread_pool", ["openmp", "own"])
+def test_results_do_not_depend_on_number_of_threads(thread_pool, monkeypatch):
+    if thread_pool == "own":
         monkeypatch.setattr(build, "find_gomp_parallel", lambda: None)
     else:
         assert build.find_gomp_parallel() is not None
-    q, k, v = (torch.randn(1, heads, 700, 32) for heads in (6, 3, 3))
-    grad_out = torch.randn_like(q)
+    inputs = tuple(torch.randn(1, heads, 700, 32) for heads in (6, 3, 3))
+    grad_out = torch.randn_like(inputs[0])
+
+    def function(q, k, v):
+        return attend_windowed(Problem(q, k, v, alibi.slopes(6)), 1e-6, "compiled").out
+
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         try:
-            ours = with_gradients(
-                lambda *x: attend_windowed(Problem(*x, alibi.slopes(6), None, None), 1e-6, "compiled")[0],
-                (q, k, v),
-                grad_out,
-            )
+            results.append(run_with_gradients(function, inputs, grad_out))
         finally:
             torch.set_num_threads(1)
-        results.append(ours)
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    for result in results[1:]:
+        for tensor, expected in zip(result, results[0], strict=True):
+            assert torch.equal(tensor, expected)

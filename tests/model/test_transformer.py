@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from trainshort import Cache, InputError, ModelConfig, TransformerLM
-from trainshort.attention.backends.custom_op import kernel_unavailable_reason
+from trainshort.attention.backends.ctypes_call import kernel_unavailable_reason
 from trainshort.config.presets import presets
 from trainshort.config.registries import backends
 from trainshort.config.run_config import IGNORED, AdaptiveConfig

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Literal
 
 import torch
 import torch.autograd.forward_ad as forward_mode
@@ -16,7 +17,7 @@ class AttentionBias:
     """Base class of the biases that are added to the attention scores."""
 
     right: Tensor | None = None
-    """The bias of the keys to the right of the query. None means that both sides use the same bias."""
+    """The bias tensor of the keys to the right of the query. None means that both sides use the same bias tensor."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class LinearBias(AttentionBias):
             With `causal=False`, an infinite slope hides that side from the head.
 
     Example:
+        >>> q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))  # two heads
         >>> bias = LinearBias(torch.tensor([0.5, 0.25]))
-        >>> out = attend(q, k, v, bias=bias)  # q has two heads
+        >>> attend(q, k, v, bias=bias).shape
+        torch.Size([1, 2, 16, 64])
     """
 
     slopes: Float[Tensor, " heads"]
@@ -45,6 +48,7 @@ class LinearBias(AttentionBias):
 
     @property
     def values(self) -> Tensor:
+        """The slopes. All bias classes have this property."""
         return self.slopes
 
 
@@ -62,6 +66,12 @@ class DistanceBias(AttentionBias):
         table: One row per query head and one column per distance. Column 0 is distance 0.
         right: The table for keys to the right of the query, used with `causal=False` only:
             `score[h, i, j] += right[h, j - i]`. None means that both sides use `table`.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))  # two heads
+        >>> table = torch.nn.Parameter(torch.zeros(2, 32))  # one value for each distance from 0 to 31
+        >>> attend(q, k, v, bias=DistanceBias(table)).shape
+        torch.Size([1, 2, 16, 64])
     """
 
     table: Float[Tensor, "heads distances"]
@@ -69,6 +79,7 @@ class DistanceBias(AttentionBias):
 
     @property
     def values(self) -> Tensor:
+        """The table. All bias classes have this property."""
         return self.table
 
 
@@ -86,8 +97,15 @@ class DecayBias(AttentionBias):
         cumulative: The cumulative log decay at each key position. Use float64 for long sequences: the values grow with
             the length, but only their differences matter.
         right: The cumulative log decay for keys to the right of the query, used with `causal=False` only:
-            `score[b, h, i, j] += right[b, h, j] - right[b, h, i]`. Falling values are therefore a penalty on both
-            sides. None means that both sides use `cumulative`.
+            `score[b, h, i, j] += right[b, h, j] - right[b, h, i]`. Decreasing values therefore lower the scores of
+            distant keys on both sides. None means that both sides use `cumulative`.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))  # two heads
+        >>> gates = torch.rand(1, 2, 16, dtype=torch.float64)  # one forget gate for each head and token
+        >>> bias = DecayBias(gates.log().cumsum(-1))
+        >>> attend(q, k, v, bias=bias).shape
+        torch.Size([1, 2, 16, 64])
     """
 
     cumulative: Float[Tensor, "batch heads k_len"]
@@ -95,6 +113,7 @@ class DecayBias(AttentionBias):
 
     @property
     def values(self) -> Tensor:
+        """The cumulative log decay. All bias classes have this property."""
         return self.cumulative
 
 
@@ -108,47 +127,63 @@ class DenseBias(AttentionBias):
 
     Args:
         values: The bias. Without a batch dimension, all sequences of the batch use the same bias.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))  # two heads
+        >>> bias = DenseBias(torch.randn(2, 16, 16))
+        >>> attend(q, k, v, bias=bias).shape
+        torch.Size([1, 2, 16, 64])
     """
 
     values: Float[Tensor, "*batch heads q_len k_len"]
 
 
 Bias = LinearBias | DistanceBias | DecayBias | DenseBias
+"""Every bias that `attend` accepts."""
 
 
 class BiasKind(IntEnum):
-    """The meaning of the tensor that `torch.ops.trainshort.attention` receives as its bias."""
+    """The meaning of the tensor that the operator `torch.ops.trainshort.attention` receives as its bias.
+
+    PyTorch operators cannot take objects such as `LinearBias`. The operator therefore takes a tensor and a `BiasKind`.
+    """
 
     SLOPES = 0
-    """`LinearBias.slopes`, shape (heads,)."""
+    """The tensor is `LinearBias.slopes`, shape (heads,)."""
     TABLE = 1
-    """One value per distance, shape (heads, k_len)."""
+    """The tensor is a table with one value per distance, shape (heads, k_len)."""
     DECAY = 2
-    """`DecayBias.cumulative`, shape (batch, heads, k_len)."""
+    """The tensor is `DecayBias.cumulative`, shape (batch, heads, k_len)."""
 
 
 BIAS_TYPES = {BiasKind.SLOPES: LinearBias, BiasKind.TABLE: DistanceBias, BiasKind.DECAY: DecayBias}
 
 
 def bias_kind_of(bias: Bias | None) -> BiasKind:
-    """Return the bias kind that belongs to the type of a bias."""
+    """Return the bias kind that belongs to the type of a bias.
+
+    Raises:
+        InputError: If `bias` is None or a type that has no bias kind, such as `DenseBias`.
+    """
     for kind, bias_type in BIAS_TYPES.items():
         if isinstance(bias, bias_type):
             return kind
     raise unknown_bias_error(bias)
 
 
+# `attend` treats a smaller tolerance as 0. The softmax mass of a skipped key would be too small for float32.
 MIN_TOLERANCE = 1e-30
-"""Tolerances below it are 0: nothing is left out. So small a mass has no room in a float's exponent."""
+
+# The default of the softmax mass that a backend may drop from each query. Float32 rounding errors have a similar size.
 TOLERANCE = 1e-6
-"""Softmax mass that a row may leave out where that is proven and saves work. Float32 loses as much by rounding."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """The arguments of one attention call.
 
-    A backend receives an `AttentionCall` and nothing else. `check` has checked the arguments before.
+    A backend receives an `AttentionCall` and nothing else. The function `validate` checks the arguments before a
+    backend receives them.
 
     Args:
         q: The queries. The last query is aligned with the last key.
@@ -159,7 +194,8 @@ class AttentionCall:
         segment_ids: The segment that each key belongs to, or None. A query sees only the keys of its own segment.
         dropout_p: The probability that an attention weight is dropped.
         needs_lse: Whether the backend must return the log-sum-exp of the scores.
-        tolerance: The softmax mass that a backend may drop from each query, if the backend can prove this bound.
+        tolerance: The softmax mass (the sum of attention weights) that a backend may drop from each query, if the
+            backend can prove this bound.
         scale: The factor applied to the product of query and key. None means 1 / sqrt(dim).
         causal: Whether a query sees no keys to its right.
     """
@@ -178,22 +214,31 @@ class AttentionCall:
 
     @property
     def softmax_scale(self) -> float:
-        return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
+        """The factor applied to the product of query and key. The default is 1 / sqrt(dim)."""
+        if self.scale is None:
+            return 1 / math.sqrt(self.q.shape[-1])
+        return self.scale
 
     @property
     def heads_per_kv_head(self) -> int:
-        """Query heads per key head."""
+        """The number of query heads that share one key head (grouped-query attention)."""
         return self.q.shape[1] // self.k.shape[1]
 
     @property
-    def signature(self) -> tuple[object, ...]:
-        """Return everything that the choice of a backend depends on.
+    def query_start(self) -> int:
+        """The key position of the first query. The last query is aligned with the last key."""
+        return self.k.shape[2] - self.q.shape[2]
 
-        The signature contains shapes, dtypes and options, but no values of tensors. The exception is `in_pieces`,
-        which depends on the values of `segment_ids`. All calls with the same signature are run by the same backend.
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Everything that the choice of a backend depends on.
+
+        The signature contains shapes, dtypes and options, but no values of tensors. The exception is
+        `has_split_segments`, which depends on the values of `segment_ids`. All calls with the same signature are run by
+        the same backend.
         """
-        bias = None if self.bias is None else self.bias.values
-        right = None if self.bias is None else self.bias.right
+        left_bias = None if self.bias is None else self.bias.values
+        right_bias = None if self.bias is None else self.bias.right
         return (
             self.q.shape,
             self.k.shape,
@@ -204,7 +249,7 @@ class AttentionCall:
             self.k.requires_grad,
             self.v.requires_grad,
             type(self.bias),
-            None if bias is None else (bias.shape, bias.dtype, bias.requires_grad),
+            None if left_bias is None else (left_bias.shape, left_bias.dtype, left_bias.requires_grad),
             self.segment_ids is None,
             self.window,
             self.dropout_p,
@@ -212,38 +257,32 @@ class AttentionCall:
             self.tolerance,
             self.scale,
             self.causal,
-            None if right is None else (right.shape, right.dtype, right.requires_grad),
+            None if right_bias is None else (right_bias.shape, right_bias.dtype, right_bias.requires_grad),
             None if self.causal else self.has_split_segments,
         )
 
     @property
     def has_split_segments(self) -> bool:
-        """Return whether a segment is interrupted by another segment in a call without a causal mask.
+        """Whether a segment is interrupted by another segment in a call without a causal mask.
 
-        A backend can then not decide from the neighbor of a key whether a segment ends there.
-        The answer is False on devices other than the CPU and while a graph is traced, because reading the values would
-        wait for the device or would not be possible.
+        For example, `segment_ids` [7, 3, 3, 7] has a split segment, and [7, 7, 3, 3] has none.
 
-        Example:
-            segment_ids 7 7 3 3: False
-            segment_ids 7 3 3 7: True
+        The result is always False for causal calls, on devices other than the CPU, and while a graph is traced. Reading
+        the values of `segment_ids` would block until the device has finished, or would not be possible.
         """
-        if (
-            self.causal
-            or self.segment_ids is None
-            or self.segment_ids.device.type != "cpu"
-            or active_tracer() is not None
-        ):
+        if self.causal or self.segment_ids is None:
             return False
-        rows = self.segment_ids
-        in_order = rows.sort(dim=1).values
-        changes_in_row = (rows[:, 1:] != rows[:, :-1]).sum(1)
-        changes_if_sorted = (in_order[:, 1:] != in_order[:, :-1]).sum(1)
-        return bool((changes_in_row > changes_if_sorted).any())
+        can_read_values = self.segment_ids.device.type == "cpu" and active_tracer() is None
+        if not can_read_values:
+            return False
+        # A segment is split if the row has more changes from one segment to another than the sorted row.
+        changes = _count_segment_changes(self.segment_ids)
+        changes_if_sorted = _count_segment_changes(self.segment_ids.sort(dim=1).values)
+        return bool((changes > changes_if_sorted).any())
 
     @property
     def bias_tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors of the bias: no tensor, one tensor, or one tensor for each side."""
+        """The tensors of the bias: no tensor, one tensor, or one tensor for each side."""
         if self.bias is None:
             return ()
         if self.bias.right is None:
@@ -252,143 +291,239 @@ class AttentionCall:
 
     @property
     def bias_needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(x.requires_grad for x in self.bias_tensors)
+        """Whether autograd needs a gradient of the bias."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.bias_tensors)
 
     @property
     def needs_grad(self) -> bool:
-        inputs = torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
-        return inputs or self.bias_needs_grad
+        """Whether autograd needs a gradient of the queries, the keys, the values or the bias."""
+        inputs = (self.q, self.k, self.v)
+        inputs_need_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        return inputs_need_grad or self.bias_needs_grad
 
     @property
     def has_tangents(self) -> bool:
-        """Whether somebody differentiates this in forward mode, which only plain operations of torch can follow."""
+        """Whether a tensor carries a tangent of PyTorch's forward-mode automatic differentiation."""
         if torch.compiler.is_compiling():
             return False
-        given = (self.q, self.k, self.v, *self.bias_tensors)
-        return any(forward_mode.unpack_dual(x).tangent is not None for x in given)
+        tensors = (self.q, self.k, self.v, *self.bias_tensors)
+        return any(forward_mode.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
     @property
     def is_transformed(self) -> bool:
-        """Whether torch.func is at work (grad, vmap, jvp, ...), or derivatives are taken in forward mode."""
+        """Whether torch.func (grad, vmap, jvp, ...) or forward-mode automatic differentiation is active."""
         return active_tracer() == "func" or self.has_tangents
 
 
-def active_tracer() -> str | None:
-    """Who looks at the operations rather than doing them: 'export' makes a graph for elsewhere, where nobody knows
-    operators of ours; 'func' is torch.func (grad, vmap, jvp, ...); 'compile' is torch.compile. None: nobody."""
-    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None or torch.onnx.is_in_onnx_export():
+def _count_segment_changes(segment_ids: Int[Tensor, "batch k_len"]) -> Int[Tensor, " batch"]:
+    """Count how often the segment changes from one key to the next, for each sequence of the batch."""
+    return (segment_ids[:, 1:] != segment_ids[:, :-1]).sum(1)
+
+
+def active_tracer() -> Literal["export", "func", "compile"] | None:
+    """Return which part of PyTorch is tracing the current operations, if any.
+
+    Returns:
+        "export" during torch.export, torch.jit.trace and ONNX export, which do not support custom operators here.
+        "func" inside a torch.func transform such as grad, vmap or jvp.
+        "compile" while torch.compile traces.
+        None if the operations are executed normally.
+    """
+    is_jit_tracing = torch._C._get_tracing_state() is not None
+    if torch.compiler.is_exporting() or is_jit_tracing or torch.onnx.is_in_onnx_export():
         return "export"
     if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return "func"
-    return "compile" if torch.compiler.is_compiling() else None
+    if torch.compiler.is_compiling():
+        return "compile"
+    return None
 
 
 def validate(call: AttentionCall) -> None:
-    """Refuse what no backend should see."""
-    q, k = call.q, call.k
-    check_tensors(q, k, call.v)
+    """Check all arguments of an attention call.
+
+    Raises:
+        InputError: If an argument has a wrong shape, dtype, device or value.
+    """
+    check_tensors(call.q, call.k, call.v)
     _check_bias(call)
     if call.window is not None and call.window < 1:
-        raise InputError(f"window must be at least 1 (a token sees itself), got {call.window}.")
+        raise InputError(
+            f"window must be at least 1, got {call.window}. A window of 1 contains only the query's own key."
+        )
     if not 0 <= call.tolerance < 1:
-        raise InputError(f"tolerance is a share of softmax mass, at least 0 and less than 1; got {call.tolerance}.")
+        raise InputError(
+            f"tolerance must be at least 0 and less than 1, got {call.tolerance}. "
+            "The tolerance is the share of the softmax mass that may be dropped."
+        )
     if not 0 <= call.dropout_p < 1:
         raise InputError(f"dropout_p must be in [0, 1), got {call.dropout_p}.")
     if call.scale is not None and not 0 < call.scale < math.inf:
         raise InputError(f"scale must be positive and finite, got {call.scale}.")
-    segment_ids = call.segment_ids
-    if segment_ids is not None and segment_ids.shape != (q.shape[0], k.shape[2]):
-        raise InputError(
-            f"segment_ids must have shape (batch, k_len) = {(q.shape[0], k.shape[2])}, got {tuple(segment_ids.shape)}."
-        )
+    if call.segment_ids is not None:
+        expected_shape = (call.q.shape[0], call.k.shape[2])
+        if call.segment_ids.shape != expected_shape:
+            raise InputError(
+                f"segment_ids must have shape (batch, k_len) = {expected_shape}, got {tuple(call.segment_ids.shape)}."
+            )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise InputError(f"{name} must have shape (batch, heads, length, dim), got {tuple(x.shape)}.")
-        if 0 in x.shape:
-            raise InputError(f"{name} is empty, shape {tuple(x.shape)}; attention needs at least one token.")
-        if not x.is_floating_point() or x.dtype != q.dtype or x.device != q.device:
+    """Check the shapes, dtypes and devices of queries, keys and values.
+
+    Raises:
+        InputError: If a tensor is invalid, or if the tensors do not match each other.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise InputError(f"{name} must have shape (batch, heads, length, dim), got {tuple(tensor.shape)}.")
+        if 0 in tensor.shape:
+            raise InputError(f"{name} is empty: shape {tuple(tensor.shape)}. Attention requires at least one token.")
+        if not tensor.is_floating_point():
+            raise InputError(f"{name} must have a floating-point dtype, got {tensor.dtype}.")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
             raise InputError(
-                f"q, k and v must share one floating-point dtype and device; q is {q.dtype} on {q.device}, "
-                f"{name} is {x.dtype} on {x.device}."
+                f"q, k and v must have the same dtype and the same device. "
+                f"q is {q.dtype} on {q.device}, {name} is {tensor.dtype} on {tensor.device}."
             )
     if k.shape != v.shape:
         raise InputError(f"k and v must have the same shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise InputError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and dim.")
+        raise InputError(f"q and k must have the same batch and dim, got {tuple(q.shape)} and {tuple(k.shape)}.")
     if q.shape[1] % k.shape[1]:
-        raise InputError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads; give a divisor of them.")
+        raise InputError(
+            f"The number of query heads must be a multiple of the number of key heads, "
+            f"got {q.shape[1]} query heads and {k.shape[1]} key heads."
+        )
     if q.shape[2] > k.shape[2]:
         raise InputError(
-            f"q has {q.shape[2]} tokens but k only {k.shape[2]}; queries are the last tokens of the keys, "
-            "so pass the keys of the past along with the new ones."
+            f"There must be at least as many keys as queries, got {q.shape[2]} queries and {k.shape[2]} keys. "
+            "The queries are the last tokens of the keys, so pass the keys of earlier tokens as well."
         )
 
 
 def _check_bias(call: AttentionCall) -> None:
-    heads, q_len, k_len = call.q.shape[1], call.q.shape[2], call.k.shape[2]
+    """Raise `InputError` if the bias does not match the queries and keys."""
     match call.bias:
         case None:
             return
         case LinearBias(slopes):
-            if slopes.shape != (heads,):
-                raise InputError(f"slopes must be one per query head, shape ({heads},); got {tuple(slopes.shape)}.")
-            # An infinite slope would turn every row to NaN far from here. Read only where that costs no waiting.
-            finite = slopes.isfinite() if call.causal else slopes > -math.inf
-            if slopes.device.type == "cpu" and active_tracer() is None and not finite.all():
-                blind = "" if call.causal else ", or inf where a head does not see that side"
-                raise InputError(f"slopes must be finite{blind}, got {slopes.tolist()}.")
+            _check_slopes(call, slopes)
         case DistanceBias(table):
-            if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < 1:
-                raise InputError(f"a distance bias has shape (heads={heads}, distances); got {tuple(table.shape)}.")
+            _check_distance_table(call, table)
         case DecayBias(cumulative):
-            shape = (call.q.shape[0], heads, k_len)
-            if cumulative.shape != shape or not cumulative.is_floating_point():
-                raise InputError(
-                    f"DecayBias.cumulative must be a floating-point tensor of shape (batch, heads, k_len) = {shape}, "
-                    f"got {tuple(cumulative.shape)} of {cumulative.dtype}."
-                )
-            if cumulative.device.type == "cpu" and active_tracer() is None and not cumulative.isfinite().all():
-                raise InputError("DecayBias.cumulative must be finite, but some values are infinite or NaN.")
+            _check_cumulative_decay(call, cumulative)
         case DenseBias(values):
-            shape = (heads, q_len, k_len)
-            if values.shape not in (shape, (call.q.shape[0], *shape)):
-                raise InputError(
-                    f"a dense bias has shape {shape} here, or that for each text; got {tuple(values.shape)}."
-                )
+            _check_dense_bias(call, values)
         case unknown:
             raise unknown_bias_error(unknown)
+
     if call.bias.values.device != call.q.device:
-        raise InputError(f"the bias is on {call.bias.values.device}, but q on {call.q.device}; move it there.")
-    right = call.bias.right
-    if right is not None:
+        raise InputError(
+            f"The bias and q must be on the same device, got {call.bias.values.device} and {call.q.device}. "
+            "Move the bias to the device of q."
+        )
+    if call.bias.right is not None:
         if call.causal:
-            raise InputError("a bias for the right side needs causal=False; causal attention sees the left side only.")
-        _check_bias(replace(call, bias=type(call.bias)(right)))
+            raise InputError(
+                "A bias for the right side requires causal=False. Causal attention sees only the left side."
+            )
+        # The bias of the right side must satisfy the same conditions as the bias of the left side.
+        right_bias = type(call.bias)(call.bias.right)
+        _check_bias(replace(call, bias=right_bias))
+
+
+def _check_slopes(call: AttentionCall, slopes: Tensor) -> None:
+    """Raise `InputError` if the slopes of a `LinearBias` have a wrong shape or are not finite."""
+    heads = call.q.shape[1]
+    if slopes.shape != (heads,):
+        raise InputError(f"slopes must have one value per query head, shape ({heads},), got {tuple(slopes.shape)}.")
+    if not _can_read_values(slopes):
+        return
+    if call.causal:
+        if not slopes.isfinite().all():
+            raise InputError(f"slopes must be finite, got {slopes.tolist()}.")
+    elif not (slopes > -math.inf).all():  # This comparison is also False for NaN.
+        raise InputError(
+            f"slopes must be finite, or inf to hide one side of the text from a head, got {slopes.tolist()}."
+        )
+
+
+def _check_distance_table(call: AttentionCall, table: Tensor) -> None:
+    """Raise `InputError` if the table of a `DistanceBias` has a wrong shape."""
+    heads = call.q.shape[1]
+    if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < 1:
+        raise InputError(
+            f"The table of a DistanceBias must have shape (heads={heads}, distances), got {tuple(table.shape)}."
+        )
+
+
+def _check_cumulative_decay(call: AttentionCall, cumulative: Tensor) -> None:
+    """Raise `InputError` if the tensor of a `DecayBias` has a wrong shape or dtype or is not finite."""
+    expected_shape = (call.q.shape[0], call.q.shape[1], call.k.shape[2])
+    if cumulative.shape != expected_shape or not cumulative.is_floating_point():
+        raise InputError(
+            f"DecayBias.cumulative must be a floating-point tensor of shape (batch, heads, k_len) = {expected_shape}, "
+            f"got {tuple(cumulative.shape)} of {cumulative.dtype}."
+        )
+    if _can_read_values(cumulative) and not cumulative.isfinite().all():
+        raise InputError("DecayBias.cumulative must be finite, but some values are infinite or NaN.")
+
+
+def _check_dense_bias(call: AttentionCall, values: Tensor) -> None:
+    """Raise `InputError` if the tensor of a `DenseBias` has a wrong shape."""
+    batch, heads, q_len, _ = call.q.shape
+    k_len = call.k.shape[2]
+    expected_shapes = ((heads, q_len, k_len), (batch, heads, q_len, k_len))
+    if values.shape not in expected_shapes:
+        raise InputError(
+            f"A DenseBias must have shape {expected_shapes[0]} or {expected_shapes[1]}, got {tuple(values.shape)}."
+        )
+
+
+def _can_read_values(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be read without waiting for a device and without breaking a trace."""
+    return tensor.device.type == "cpu" and active_tracer() is None
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """`x`, copied only where the numbers of a row do not lie side by side."""
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()  # the stride of a single number says nothing
+    """Return a tensor whose last dimension is contiguous in memory. The tensor is copied only if necessary.
+
+    Args:
+        x: A tensor of shape (batch, heads, length, dim).
+    """
+    # The stride of a dimension with one element has no meaning.
+    if x.stride(3) == 1 or x.shape[3] == 1:
+        return x
+    return x.contiguous()
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """What sums over `x` are made in: its own precision, and float32 at the least."""
+    """Return the dtype in which sums over `x` are computed: float64 for float64 inputs, otherwise float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def reduce_bias_grad(call: AttentionCall, keys: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of one side's bias, from where it stands for keys and, if it is a clock, where it does for rows."""
+def reduce_bias_grad(call: AttentionCall, key_grad: Tensor, query_grad: Tensor) -> Tensor:
+    """Combine the parts of the bias gradient that a kernel computed for one side of the text.
+
+    Args:
+        call: The arguments of the call.
+        key_grad: For a `DecayBias`, the gradient of the cumulative log decay as a key, shape (batch, heads, k_len).
+            For other biases, the gradient of the bias tensor for each batch entry.
+        query_grad: The gradient of the cumulative log decay as a query, shape (batch, heads, q_len). The tensor is used
+            only for a `DecayBias`.
+
+    Returns:
+        The gradient of the bias tensor. For a `DecayBias`, the result is `key_grad`, which is changed in place.
+    """
     if not isinstance(call.bias, DecayBias):
-        return keys.sum(0)
-    keys[..., call.k.shape[2] - call.q.shape[2] :] += rows
-    return keys
+        return key_grad.sum(0)
+    key_grad[..., call.query_start :] += query_grad
+    return key_grad
 
 
 def unknown_bias_error(bias: object) -> InputError:
-    """A bias that a backend does not know is an error everywhere: dropped in silence it would be another model."""
+    """Return the error for a bias type that a backend does not know. No backend ignores an unknown bias."""
     return InputError(
         f"bias must be LinearBias, DistanceBias, DecayBias, DenseBias or None, got {type(bias).__name__}."
     )

@@ -1,52 +1,98 @@
-"""Biases that are differences of a clock: score(i, j) += c_i − c_j, one clock per text, head and token.
+"""Bounds for decay biases: the score bias c_i − c_j, where c is the cumulative log decay of a head.
 
-ALiBi's clock runs evenly, c_t = −slope · t. That of the Forgetting Transformer runs as fast as the text says. Nothing
-here asks which: a clock may also stand still or run backwards. One that falls lets far keys be left out, because
+ALiBi is the special case c_t = −slope · t. In the Forgetting Transformer (FoX), c depends on the text. The functions in
+this module accept every c, including a c that increases. Keys can be skipped where c decreases, because
 
     mass of the keys before w  ≤  Σ_{j<w} exp(‖q_i‖·K/√d + c_i − c_j − lse_i)  =  exp(‖q_i‖·K/√d − lse_i + c_i + E_w)
 
-with E_w = log Σ_{j<w} exp(−c_j), which is one running sum for all rows: ALiBi's geometric series is its special case.
-
-Clocks are float64. They grow with the text, and what counts are small differences between readings far from zero.
+with E_w = log Σ_{j<w} exp(−c_j). All queries share E_w, so one cumulative sum is enough. For ALiBi, the sum is a
+geometric series. The values of c are float64, because they grow with the length of the text, while only small
+differences between the values matter.
 """
 
 import math
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+# This margin is added to the logarithm of each bound. The rounding errors of float64 are much smaller than the margin.
 BOUND_ROUNDING_MARGIN = 1e-6
-"""Covers the rounding of the bound, far above what float64 loses over any text."""
 
 
 def decay_from_slopes(
     slopes: Float[Tensor, " heads"], length: int, batch: int = 1
 ) -> Float[Tensor, "batch heads length"]:
-    """ALiBi as a clock; slopes may be trained through it."""
-    ticks = torch.arange(length, device=slopes.device, dtype=torch.float64)
-    return (-slopes.double()[:, None] * ticks).expand(batch, -1, -1)
+    """Return the cumulative log decay that gives the same bias as ALiBi slopes.
+
+    The result is differentiable with respect to `slopes`.
+
+    Args:
+        slopes: One ALiBi slope per head.
+        length: The number of key positions.
+        batch: The batch size of the result.
+
+    Returns:
+        `-slope * position` in float64. All batch entries share the same memory.
+    """
+    positions = torch.arange(length, device=slopes.device, dtype=torch.float64)
+    cumulative = -slopes.double()[:, None] * positions
+    return cumulative.expand(batch, -1, -1)
 
 
-def log_mass_before(clock: Float[Tensor, "batch heads k_len"]) -> Float[Tensor, "batch heads boundaries"]:
-    """E_w for w = 0 … k_len: the log of what all keys before w can weigh, seen from where the clock shows 0."""
-    return torch.nn.functional.pad((-clock.double()).logcumsumexp(-1), (1, 0), value=-math.inf) + BOUND_ROUNDING_MARGIN
+def log_mass_before(cumulative: Float[Tensor, "batch heads k_len"]) -> Float[Tensor, "batch heads boundaries"]:
+    """Compute E_w = log Σ_{j<w} exp(−c_j) for every boundary w from 0 to k_len.
+
+    E_w bounds the softmax mass of all keys before position w. See the docstring of this module.
+
+    Args:
+        cumulative: The cumulative log decay c at each key position.
+
+    Returns:
+        E_w plus a margin for rounding errors, in float64. The first value (w = 0) is minus infinity.
+    """
+    log_sums = (-cumulative.double()).logcumsumexp(-1)
+    return F.pad(log_sums, (1, 0), value=-math.inf) + BOUND_ROUNDING_MARGIN
 
 
 def proven_first_keys(
-    excess: Float[Tensor, "batch heads q_len"], clock: Float[Tensor, "batch heads k_len"], tolerance: float
+    excess: Float[Tensor, "batch heads q_len"], cumulative: Float[Tensor, "batch heads k_len"], tolerance: float
 ) -> Int[Tensor, "batch heads q_len"]:
-    """For each query the last boundary such that all keys before it carry at most `tolerance` of its softmax mass; 0
-    where there is none. `excess` is the most by which a score of its row can pass its log-sum-exp, before the bias.
+    """Return the first key that each query must read with a decay bias.
 
-        c = −t, excess 0, tolerance e^−3:     query 0 1 2 3 4 5 6
-                                              start 0 0 0 0 1 2 3      (Σ_{t≥4} e^−t = e^−3.54, Σ_{t≥3} = e^−2.54)
+    All keys before the returned position together have at most `tolerance` of the softmax mass (the sum of the
+    attention weights) of the query.
+
+    Args:
+        excess: The largest difference between the score of a key (without the bias) and the log-sum-exp of the query,
+            as returned by `trainshort.alibi.max_excess`.
+        cumulative: The cumulative log decay at each key position. The last query is aligned with the last key.
+        tolerance: The softmax mass that may be skipped for each query.
+
+    Returns:
+        The position of the first key, at most the position of the query itself. The position is 0 if no key can be
+        skipped.
+
+    Example:
+        With c_t = −t, the keys at distance 4 and farther have at most e^(−3.54) of the softmax mass.
+
+        >>> cumulative = -torch.arange(7, dtype=torch.float64)[None, None]
+        >>> proven_first_keys(torch.zeros(1, 1, 7), cumulative, tolerance=math.exp(-3))
+        tensor([[[0, 0, 0, 0, 1, 2, 3]]])
     """
-    k_len, q_len = clock.shape[2], excess.shape[2]
+    q_len = excess.shape[2]
+    k_len = cumulative.shape[2]
+    query_start = k_len - q_len  # the position of the first query
     if tolerance <= 0:
         return torch.zeros_like(excess, dtype=torch.int64)
-    own = clock.double()[..., k_len - q_len :]
-    room = math.log(tolerance) - excess - own
-    starts = torch.searchsorted(log_mass_before(clock), room.contiguous(), right=True) - 1
-    positions = torch.arange(k_len - q_len, k_len, device=clock.device)
-    return torch.where(room.isfinite(), starts, 0).clamp(min=0).minimum(positions)  # a row's own key is always read
+
+    # A query may skip the keys before w if E_w is at most this limit. E_w grows with w.
+    query_cumulative = cumulative.double()[..., query_start:]
+    limit = math.log(tolerance) - excess - query_cumulative
+    first_keys = torch.searchsorted(log_mass_before(cumulative), limit.contiguous(), right=True) - 1
+    first_keys = torch.where(limit.isfinite(), first_keys, 0).clamp(min=0)
+
+    # Every query reads its own key.
+    query_positions = torch.arange(query_start, k_len, device=cumulative.device)
+    return first_keys.minimum(query_positions)

@@ -1,6 +1,7 @@
-"""`attend`: the attention function for training, prefill, chunked prefill and decoding.
+"""The attention functions `attend` and `alibi_attention`, and the choice of a backend.
 
-The backends are in the other modules of this package and register themselves in `backends`.
+The same functions serve training, prefill, chunked prefill and decoding. The backends are in the package
+`trainshort.attention.backends`, and the registry `backends` contains all of them by name.
 """
 
 import logging
@@ -19,6 +20,7 @@ from trainshort.attention.call import (
     AttentionCall,
     Bias,
     LinearBias,
+    accumulation_dtype,
     active_tracer,
     check_tensors,
     validate,
@@ -37,8 +39,9 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         out: The attention output, in the dtype of `q`.
-        lse: The log-sum-exp of the scores of each query (natural logarithm), in float32 or float64. It has no gradient.
-            `merge` uses the log-sum-exp to combine attention over separate ranges of keys.
+        lse: The log-sum-exp of the scores of each query (natural logarithm), in float32 or float64. The
+            log-sum-exp has no gradient. `merge_by_lse` uses the log-sum-exp to combine the attention over two ranges of
+            keys.
         certificate: An upper bound on the softmax mass (the sum of attention weights) that was dropped from any query,
             for each batch entry and head. The certificate is at most `tolerance`, and 0 if no key was dropped.
     """
@@ -52,23 +55,23 @@ class AttentionOutput(NamedTuple):
 class Backend(Protocol):
     """An implementation of attention that `attend` can use.
 
-    A backend is an object with the two methods below. It is registered under a name:
+    A backend is an object with the two methods below. The backend is registered under a name:
 
         backends.register("mine")(MyBackend())
 
     A backend may also have these two members:
 
-    - `rank`: a number. `backend="auto"` tries the backends in the order of their ranks, highest rank first. A backend
-      without a positive rank is used only if the caller names it.
-    - `skip_reason(call)`: a method that returns why `backend="auto"` should prefer another backend, although this
-      backend supports the call. It returns None if `backend="auto"` can use this backend.
+    - `rank`: A number. `backend="auto"` tries the backends in the order of their ranks, highest rank first. A backend
+      without a positive rank is used only if the caller names the backend.
+    - `skip_reason(call)`: A method that returns why `backend="auto"` should prefer another backend, although this
+      backend supports the call. The method returns None if `backend="auto"` can use this backend.
     """
 
     def unsupported_reason(self, call: AttentionCall) -> str | None:
         """Return why this backend does not support a call.
 
-        The answer is cached for all calls with the same `AttentionCall.signature`. It must not depend on the values of
-        tensors.
+        The result is cached for all calls with the same `AttentionCall.signature`. The result must not depend on the
+        values of tensors.
 
         Args:
             call: The arguments of the call.
@@ -91,10 +94,17 @@ class Backend(Protocol):
         ...
 
 
+# The keys of all messages that `log_once` has logged.
 _logged_messages: set[str] = set()
+
+# The backend that `choose_backend` chose for each call signature.
 _backend_cache: dict[tuple[object, ...], Backend] = {}
+
+# The cache is cleared when it has this many entries. Text generation needs a new entry for each number of keys.
 MAX_CACHED_CHOICES = 4096
-"""Choices that are remembered; a text that grows token by token asks for a new one each time."""
+
+# With gradients and at most this many keys, calls are computed by the backend `reference`.
+# See `_use_reference_if_short`.
 MAX_REFERENCE_KEYS = 16
 
 
@@ -203,17 +213,34 @@ def attend(
             supports the call.
 
     Example:
-        >>> out = attend(q, k, v, bias=LinearBias(alibi.slopes(8)))
-        >>> out, lse, certificate = attend(q, k, v, bias=LinearBias(alibi.slopes(8)), return_stats=True)
+        >>> q, k, v = (torch.randn(1, 8, 1024, 64) for _ in range(3))
+        >>> bias = LinearBias(alibi.slopes(8))
+        >>> attend(q, k, v, bias=bias).shape
+        torch.Size([1, 8, 1024, 64])
+        >>> out, lse, certificate = attend(q, k, v, bias=bias, return_stats=True)
+        >>> lse.shape, certificate.shape
+        (torch.Size([1, 8, 1024]), torch.Size([1, 8]))
     """
-    call = AttentionCall(q, k, v, bias, window, segment_ids, dropout_p, return_stats, tolerance, scale, causal)
+    call = AttentionCall(
+        q,
+        k,
+        v,
+        bias=bias,
+        window=window,
+        segment_ids=segment_ids,
+        dropout_p=dropout_p,
+        needs_lse=return_stats,
+        tolerance=tolerance,
+        scale=scale,
+        causal=causal,
+    )
     result = run_attention(call, backend)
     if not return_stats:
         return result.out
 
     out, lse, certificate = result
-    assert lse is not None, "a backend must return the log-sum-exp if it supports the call"
-    lse = lse.detach().to(torch.promote_types(q.dtype, torch.float32))
+    assert lse is not None, "A backend must return the log-sum-exp if `needs_lse` is True."
+    lse = lse.detach().to(accumulation_dtype(q))
     if certificate is None:
         certificate = q.new_zeros(q.shape[:2], dtype=torch.float32)
     return AttentionOutput(out, lse, certificate)
@@ -227,7 +254,8 @@ def run_attention(call: AttentionCall, backend: str = "auto") -> AttentionOutput
         backend: The name of a backend, or "auto".
 
     Returns:
-        What the backend returned. The certificate is None if no key was dropped.
+        The output of the backend. `lse` may be None if `call.needs_lse` is False. `certificate` may be None if no key
+        was dropped.
 
     Raises:
         InputError: If an argument is invalid or not supported.
@@ -235,74 +263,120 @@ def run_attention(call: AttentionCall, backend: str = "auto") -> AttentionOutput
     if 0 < call.tolerance < MIN_TOLERANCE:
         call = replace(call, tolerance=0.0)
     validate(call)
-    chosen_backend = choose_backend(call) if backend == "auto" else _get_backend(backend, call)
+    if backend == "auto":
+        chosen_backend = choose_backend(call)
+    else:
+        chosen_backend = _get_backend(backend, call)
     return chosen_backend.run(call)
 
 
 def choose_backend(call: AttentionCall) -> Backend:
-    """The backend for a call under 'auto', remembered for all that are like it."""
-    if active_tracer() is not None or forward_mode._current_level >= 0:
-        return _best_backend(call)
-    key = (backends.changes, call.signature)
-    backend = _backend_cache.get(key)  # one look: another thread may clear the memory at any time
+    """Return the backend that `backend="auto"` uses for a call.
+
+    The choice is cached for all calls with the same `AttentionCall.signature`.
+
+    Args:
+        call: The arguments of the call.
+
+    Returns:
+        The backend with the highest rank that supports the call.
+
+    Raises:
+        InputError: If no backend supports the call.
+    """
+    is_forward_mode = forward_mode._current_level >= 0
+    if active_tracer() is not None or is_forward_mode:
+        # The choice also depends on the transform that is active, which is not part of the signature.
+        return _find_best_backend(call)
+
+    cache_key = (backends.changes, call.signature)
+    # The cache is read only once, because another thread may clear the cache between two reads.
+    backend = _backend_cache.get(cache_key)
     if backend is None:
         if len(_backend_cache) >= MAX_CACHED_CHOICES:
             _backend_cache.clear()
-        backend = _backend_cache[key] = _best_backend(call)
+        backend = _find_best_backend(call)
+        _backend_cache[cache_key] = backend
     return backend
 
 
 def _get_backend(name: str, call: AttentionCall) -> Backend:
-    if reason := backends.get(name).unsupported_reason(call):
+    """Return the backend that the user named, or raise `InputError` if this backend does not support the call."""
+    reason = backends.get(name).unsupported_reason(call)
+    if reason:
         raise InputError(f"Attention backend '{name}' does not support this call: {reason}.")
     return _use_reference_if_short(name, call)
 
 
 def _use_reference_if_short(name: str, call: AttentionCall) -> Backend:
-    """The backend of this name; but the formula itself where one trains through a few keys.
+    """Return the named backend, or the backend `reference` for calls with gradients and few keys.
 
-    A kernel's backward pass recomputes the weights from a rounded log-sum-exp. Among a few keys that is most of its
-    error, and shows where the formula is exact: one key alone has weight 1 and passes no gradient to its query. So few
-    keys are no slower to compute plainly.
+    The backward pass of a kernel recomputes the attention weights from the rounded log-sum-exp. With few keys, this
+    rounding is most of the total error. For example, a query with a single key has the weight 1 and no gradient, and
+    only the backend `reference` returns exactly zero. With few keys, `reference` is not slower.
     """
-    return backends.get("reference" if call.needs_grad and call.k.shape[2] <= MAX_REFERENCE_KEYS else name)
-
-
-def _best_backend(call: AttentionCall) -> Backend:
-    """The backend of the highest rank that can do it; said once in the log.
-
-    Derivatives of any order and direction, and graphs for elsewhere, need plain operations of torch: the formula.
-    """
-    if active_tracer() == "export" or call.is_transformed:
-        log_once("attention backend: reference", "reference", logging.INFO)
+    if call.needs_grad and call.k.shape[2] <= MAX_REFERENCE_KEYS:
         return backends.get("reference")
-    reasons = []
-    ranks = {name: _rank(name, backend) for name, backend in backends.items()}
-    for name in sorted((name for name in ranks if ranks[name] > 0), key=lambda name: -ranks[name]):
-        backend = backends.get(name)
-        reason = backend.unsupported_reason(call)
-        skip_reason = getattr(backend, "skip_reason", None)
-        if reason is None and skip_reason is not None:
-            reason = skip_reason(call)
+    return backends.get(name)
+
+
+def _find_best_backend(call: AttentionCall) -> Backend:
+    """Return the backend with the highest rank that supports the call, and log each chosen backend once."""
+    # Graph export, torch.func and forward-mode differentiation require plain PyTorch operations.
+    if active_tracer() == "export" or call.is_transformed:
+        log_once("attention backend: reference", key="reference", level=logging.INFO)
+        return backends.get("reference")
+
+    ranks = {name: _backend_rank(name, backend) for name, backend in backends.items()}
+    candidates = [name for name in ranks if ranks[name] > 0]
+    candidates.sort(key=lambda name: -ranks[name])
+
+    skipped_backends: list[str] = []  # such as "not flex: FlexAttention has no dropout"
+    for name in candidates:
+        reason = _reason_not_to_choose(backends.get(name), call)
         if reason is None:
-            passed = f" ({'; '.join(reasons)})" if reasons else ""
-            log_once(f"attention backend: {name}{passed}", name, logging.INFO)
+            message = f"attention backend: {name}"
+            if skipped_backends:
+                message += f" ({'; '.join(skipped_backends)})"
+            log_once(message, key=name, level=logging.INFO)
             return _use_reference_if_short(name, call)
-        reasons.append(f"not {name}: {reason.partition('; use ')[0]}")  # advice for those who named it, not for 'auto'
-    raise InputError(f"No attention backend supports this call: {'; '.join(reasons)}.")
+        # A reason may end with advice such as "; use 'sdpa'". The advice is only for users who named a backend.
+        reason_without_advice = reason.partition("; use ")[0]
+        skipped_backends.append(f"not {name}: {reason_without_advice}")
+    raise InputError(f"No attention backend supports this call: {'; '.join(skipped_backends)}.")
 
 
-def _rank(name: str, backend: Backend) -> int | float:
+def _reason_not_to_choose(backend: Backend, call: AttentionCall) -> str | None:
+    """Return why `backend="auto"` should not use a backend for a call, or None if the backend can be used."""
+    reason = backend.unsupported_reason(call)
+    skip_reason = getattr(backend, "skip_reason", None)  # This method is optional.
+    if reason is None and skip_reason is not None:
+        reason = skip_reason(call)
+    return reason
+
+
+def _backend_rank(name: str, backend: Backend) -> int | float:
+    """Return the rank of a backend, which is 0 if the backend has no attribute `rank`."""
     rank = getattr(backend, "rank", 0)
     if not isinstance(rank, int | float):
-        raise InputError(f"The rank of attention backend '{name}' is {type(rank).__name__}; it must be a number.")
+        raise InputError(f"The rank of attention backend '{name}' must be a number, got {type(rank).__name__}.")
     return rank
 
 
-@torch.compiler.assume_constant_result  # torch.compile would trace the log
-def log_once(message: str, about: str | None = None, level: int = logging.WARNING) -> None:
-    if (about or message) not in _logged_messages:
-        _logged_messages.add(about or message)
+# torch.compile must not trace the logging, so the decorator runs the function while the graph is compiled.
+@torch.compiler.assume_constant_result
+def log_once(message: str, key: str | None = None, level: int = logging.WARNING) -> None:
+    """Log a message unless a message with the same key was logged before.
+
+    Args:
+        message: The message.
+        key: The key of the message. The default is the message itself.
+        level: The logging level.
+    """
+    if key is None:
+        key = message
+    if key not in _logged_messages:
+        _logged_messages.add(key)
         log.log(level, message)
 
 
@@ -356,7 +430,8 @@ def alibi_attention(
     q, k, v = _cast_for_autocast(q, k, v)
     check_tensors(q, k, v)
     if key_padding_mask is not None:
-        segment_ids = _padding_to_segment_ids(key_padding_mask, segment_ids, (k.shape[0], k.shape[2]))
+        expected_shape = (k.shape[0], k.shape[2])
+        segment_ids = _padding_to_segment_ids(key_padding_mask, segment_ids, expected_shape)
     if slopes is None:
         slopes = alibi.slopes(q.shape[1]).to(q.device)
     return attend(
@@ -374,35 +449,57 @@ def alibi_attention(
 
 
 def _cast_for_autocast(*tensors: Tensor) -> list[Tensor]:
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    """Cast tensors to the autocast dtype if autocast is enabled. Integer and float64 tensors are not cast."""
+    device_type = tensors[0].device.type
+    # Autocast does not exist for meta tensors.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+    autocast_dtype = torch.get_autocast_dtype(device_type)
+    cast_tensors = []
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.dtype != torch.float64:
+            tensor = tensor.to(autocast_dtype)
+        cast_tensors.append(tensor)
+    return cast_tensors
 
 
 def _padding_to_segment_ids(
-    mask: Tensor, segment_ids: Tensor | None, shape: tuple[int, int]
+    mask: Tensor, segment_ids: Tensor | None, expected_shape: tuple[int, int]
 ) -> Int[Tensor, "batch k_len"]:
     """Return segment ids in which each run of padding is a segment of its own.
 
     Tokens do not see padding, distances between tokens stay the same, and every query sees at least one key.
 
+    Args:
+        mask: True where a key is padding.
+        segment_ids: The segment that each key belongs to, or None if each sequence is one segment.
+        expected_shape: The shape (batch, k_len) that the mask must have.
+
+    Returns:
+        The segment ids. All backends support the result, because no segment of padding is interrupted.
+
+    Raises:
+        InputError: If the mask is not boolean or has a wrong shape.
+
     Example:
-        mask        1 1 0 0 0 1
-        segment_ids 1 1 0 0 0 2
+        >>> mask = torch.tensor([[True, True, False, False, False, True]])
+        >>> _padding_to_segment_ids(mask, None, (1, 6))
+        tensor([[1, 1, 0, 0, 0, 2]])
     """
-    if mask.dtype != torch.bool or mask.shape != shape:
+    if mask.dtype != torch.bool or mask.shape != expected_shape:
         raise InputError(
-            f"key_padding_mask must be boolean, True where a key is padding, of shape (batch, k_len) = {shape}; got "
-            f"{mask.dtype} of shape {tuple(mask.shape)}. From a mask that is 1 for tokens, pass `mask == 0`."
+            f"key_padding_mask must be boolean, True where a key is padding, with shape "
+            f"(batch, k_len) = {expected_shape}, got {mask.dtype} of shape {tuple(mask.shape)}. "
+            "If the mask is 1 for tokens, pass `mask == 0`."
         )
-    begins = mask.clone()
-    begins[:, 1:] &= ~mask[:, :-1]
-    runs = begins.cumsum(1)  # every backend supports segments in one piece
+    starts_run = mask.clone()
+    starts_run[:, 1:] &= ~mask[:, :-1]
+    run_number = starts_run.cumsum(1)  # The first run of padding has the number 1.
     if segment_ids is None:
-        return torch.where(mask, runs, 0)
-    return torch.where(mask, segment_ids.amin() - runs, segment_ids)
+        return torch.where(mask, run_number, 0)
+    # The ids of the padding are smaller than all other ids.
+    return torch.where(mask, segment_ids.amin() - run_number, segment_ids)
 
 
 def attend_in_blocks(
@@ -413,24 +510,43 @@ def attend_in_blocks(
     blocks: int,
     **options: Any,
 ) -> Float[Tensor, "batch heads q_len dim"]:
-    """`attend` in which a query sees its own block of keys and the one before (xPos's blockwise causal attention).
+    """Compute blockwise causal attention, as in xPos: a query sees its own block of keys and the previous block.
 
-    blocks of 2:   query 0 1 | 2 3 | 4 5    first key 0 0 | 0 0 | 2 2
+    For example, with blocks of 2 keys, the queries 2 and 3 see the keys 0 to 3, and the queries 4 and 5 see the keys 2
+    to 5. Within its own block, a query sees no keys to its right.
+
+    Args:
+        q: The queries. The last query is aligned with the last key.
+        k: The keys.
+        v: The values, with the same shape as `k`.
+        blocks: The number of keys in a block.
+        **options: Further arguments of `attend`, such as `bias`.
+
+    Returns:
+        The attention output with the shape of `q`.
     """
-    total, past, parts = k.shape[2], k.shape[2] - q.shape[2], []
-    for first in range(past - past % blocks, total, blocks):
-        rows = q[:, :, max(first, past) - past : first + blocks - past]
-        keys = slice(max(0, first - blocks), min(first + blocks, total))
-        parts.append(attend(rows, k[:, :, keys], v[:, :, keys], **options))
-    return torch.cat(parts, dim=2)
+    k_len = k.shape[2]
+    query_start = k_len - q.shape[2]  # the position of the first query
+    first_block_start = query_start - query_start % blocks  # the start of the block that contains the first query
+    outputs = []
+    for block_start in range(first_block_start, k_len, blocks):
+        block_end = block_start + blocks
+        # Slices of the queries count from the first query.
+        first_row = max(block_start, query_start) - query_start
+        block_q = q[:, :, first_row : block_end - query_start]
+        visible_keys = slice(max(0, block_start - blocks), min(block_end, k_len))
+        outputs.append(attend(block_q, k[:, :, visible_keys], v[:, :, visible_keys], **options))
+    return torch.cat(outputs, dim=2)
 
 
 def _reject_torchscript() -> None:
+    """Raise an error with advice. torch.jit.script calls this function instead of compiling `attend`."""
     raise InputError(
-        "torch.jit.script reads Python of a kind that this function is not written in; use torch.jit.trace or "
-        "torch.export, which give a graph of torch's own operators."
+        "torch.jit.script does not support this function. Use torch.jit.trace or torch.export, which create a graph of "
+        "PyTorch operators."
     )
 
 
-for _function in (attend, alibi_attention):  # torch.jit.script asks what it is given, and what that calls, for this
+# torch.jit.script calls `__prepare_scriptable__` of every function that it compiles.
+for _function in (attend, alibi_attention):
     _function.__prepare_scriptable__ = _reject_torchscript  # pyright: ignore[reportFunctionMemberAccess]

@@ -13,15 +13,15 @@ from kernel_helpers import needs_kernel
 
 from trainshort import alibi
 from trainshort.attention import LinearBias, attend, functional
-from trainshort.attention.backends import custom_op
+from trainshort.attention.backends import ctypes_call
 from trainshort.attention.kernels import build
 from trainshort.errors import InputError
 from trainshort.model.cache import ring_buffer
 
 CACHED_FUNCTIONS = (
-    custom_op.kernel_unavailable_reason,
-    custom_op.has_kernel,
-    custom_op._library,
+    ctypes_call.kernel_unavailable_reason,
+    ctypes_call.has_kernel,
+    ctypes_call.load_library,
     ring_buffer.kernel_unavailable_reason,
     ring_buffer.load_library,
     build._private_folder,
@@ -29,7 +29,7 @@ CACHED_FUNCTIONS = (
 )
 
 # Functions that load a library, by the name of the library.
-LOADERS = {"attention": lambda: custom_op._library(False), "decode": ring_buffer.load_library}
+LOADERS = {"attention": lambda: ctypes_call.load_library(False), "decode": ring_buffer.load_library}
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_library_is_built_once_and_then_loaded(library_folder, monkeypatch, capl
         return subprocess.run(command, capture_output=True, check=True).stdout
 
     monkeypatch.setattr(build, "_run", record_command)
-    custom_op._library.cache_clear()
+    ctypes_call.load_library.cache_clear()
     check_attention()
     assert compiler_arguments == [["--version"]]
     assert [path.name for path in library_folder.iterdir()] == library_names
@@ -95,7 +95,7 @@ def test_other_flags_build_another_library(library_folder, fast_build, monkeypat
 
 def test_invalid_user_flags_are_reported(library_folder, monkeypatch):
     monkeypatch.setenv("TRAINSHORT_CFLAGS", "'-g")
-    reason = custom_op.kernel_unavailable_reason() or ""
+    reason = ctypes_call.kernel_unavailable_reason() or ""
     assert "TRAINSHORT_CFLAGS" in reason
     assert "No closing quotation" in reason
     check_attention()
@@ -274,7 +274,7 @@ def test_missing_compiler_is_reported_once(library_folder, monkeypatch, caplog):
 )
 def test_invalid_compiler_is_reported(library_folder, monkeypatch, compiler, reason):
     monkeypatch.setenv("CC", compiler)
-    assert (custom_op.kernel_unavailable_reason() or "").startswith(reason)
+    assert (ctypes_call.kernel_unavailable_reason() or "").startswith(reason)
     assert (ring_buffer.kernel_unavailable_reason() or "").startswith(reason)
     check_attention()
 
@@ -282,13 +282,13 @@ def test_invalid_compiler_is_reported(library_folder, monkeypatch, compiler, rea
 @needs_kernel
 def test_output_of_a_failed_compiler_is_reported(library_folder, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-fno-such-flag"))
-    assert "no-such-flag" in (custom_op.kernel_unavailable_reason() or "")
+    assert "no-such-flag" in (ctypes_call.kernel_unavailable_reason() or "")
     assert list(library_folder.iterdir()) == []
 
 
 def test_processor_without_avx2_uses_pytorch(library_folder, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert "AVX2" in (custom_op.kernel_unavailable_reason() or "")
+    assert "AVX2" in (ctypes_call.kernel_unavailable_reason() or "")
     check_attention()
 
 

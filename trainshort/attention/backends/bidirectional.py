@@ -1,18 +1,21 @@
-"""Attention to both sides, made of two causal calls: to the left as it stands, to the right on the text read backwards.
+"""Attention without a causal mask, computed as two causal calls of the operator in custom_op.py.
 
-A query's own key belongs to the left. So on the right query i stands on key i + 1, the first that it sees there:
+The left call covers the own key of each query and the keys before it. The right call covers the keys after each query.
+For the right call, the text is reversed and the keys are shifted by one, so that query i is aligned with key i + 1:
 
     tokens 0 1 2 3       left    queries 0 1 2 3  keys 0 1 2 3        right   queries 2 1 0  keys 3 2 1
 
-There every distance is short by one, the same for all keys of a row: that leaves the part's weights as they are, and
-moves its log-sum-exp by minus one slope (`right`). The two parts are merged by log-sum-exp. Backward, each part gets
-the merged output and log-sum-exp, shifted back: its score gradients dS = P (dO·V − dO·O) need nothing else of the other
-part. So the operator of causal attention computes both sides, each with its own proof (docs/windows.md).
+The distances of the right call are therefore too small by one. This error is the same for all keys of a query. The
+error does not change the attention weights of the right call, but it changes the log-sum-exp by a constant, the shift.
+The outputs of both calls are combined by their log-sum-exps.
+
+In the backward pass, each call receives the combined output and the combined log-sum-exp (minus the shift). The score
+gradients dS = P (dO·V − dO·O) need nothing else of the other call. docs/windows.md describes how keys are skipped.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Bool, Float
@@ -33,82 +36,167 @@ from trainshort.attention.call import (
 from trainshort.errors import InputError
 
 SPLIT_SEGMENTS_MESSAGE = "it supports causal=False only if each segment is contiguous; use 'sdpa'"
+
+# This slope replaces an infinite slope. Any key at a distance of 1 or more gets the weight 0. In contrast to infinity,
+# the product of the slope and the distance 0 is 0, not NaN.
 MASKING_SLOPE = 1e9
-"""A slope in place of an infinite one: no product of queries and keys makes up for it, and 0 times it is 0."""
+
+
+class CausalGradients(NamedTuple):
+    """The gradients of one causal call.
+
+    Attributes:
+        q: The gradient of the queries.
+        k: The gradient of the keys.
+        v: The gradient of the values.
+        bias_keys: For a distance table, the gradient of the table for each batch entry. For a decay bias, the gradient
+            of the cumulative log decay as a key. Empty for slopes.
+        bias_queries: The gradient of the cumulative log decay as a query. Empty for other biases.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias_keys: Tensor
+    bias_queries: Tensor
+
+
+class CausalBackward(Protocol):
+    """A function that computes the gradients of one causal call."""
+
+    def __call__(
+        self, call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, first_keys: Tensor
+    ) -> CausalGradients: ...
+
+
+@dataclass(frozen=True)
+class RightCall:
+    """The causal call for the keys to the right of the queries.
+
+    Attributes:
+        call: The call on the reversed text. It has no row for the last query, which sees no key on the right.
+        shift: What must be added to the log-sum-exp of the call, for each query in the order of the original text.
+    """
+
+    call: AttentionCall
+    shift: Float[Tensor, "one_or_batch heads rows"]
 
 
 def left_call(call: AttentionCall) -> AttentionCall:
-    """The call over a row's own key and those before it."""
+    """Return the causal call for the own key of each query and the keys before it."""
     match call.bias:
         case LinearBias(slopes):
-            bias = LinearBias(slopes.clamp(max=MASKING_SLOPE))
+            left_bias = LinearBias(slopes.clamp(max=MASKING_SLOPE))
         case DistanceBias(values) | DecayBias(values):
-            bias = type(call.bias)(values)
+            left_bias = type(call.bias)(values)
         case unknown:
             raise unknown_bias_error(unknown)
-    return replace(call, bias=bias, causal=True)
+    return replace(call, bias=left_bias, causal=True)
 
 
-def right_call(call: AttentionCall) -> tuple[AttentionCall, Float[Tensor, "one_or_batch heads rows"]] | None:
-    """The call over the keys after each row's own, read backwards, and what each row's own place there, short by one,
-    adds to its scores; None where no row sees any."""
-    q_len, past = call.q.shape[2], call.k.shape[2] - call.q.shape[2]
+def right_call(call: AttentionCall) -> RightCall | None:
+    """Return the causal call for the keys after each query, on the reversed text.
+
+    Args:
+        call: The arguments of the call without a causal mask.
+
+    Returns:
+        The call and its shift, or None if no query sees a key on the right.
+    """
+    q_len = call.q.shape[2]
     if q_len == 1 or call.window == 1:
         return None
+    # The first query is aligned with the key after its own key.
+    first_key = call.query_start + 1
+
     values = reverse_bias(call)
     match call.bias:
         case LinearBias():
-            bias, shift = (
-                LinearBias(values.clamp(max=MASKING_SLOPE)),
-                -values.double().clamp(max=MASKING_SLOPE)[None, :, None],
-            )
+            slopes = values.clamp(max=MASKING_SLOPE)
+            right_bias = LinearBias(slopes)
+            shift = -values.double().clamp(max=MASKING_SLOPE)[None, :, None]
         case DistanceBias():
-            bias, shift = DistanceBias(values[:, 1:q_len]), values.new_zeros(1, len(values), 1, dtype=torch.float64)
+            # Distance 0 of the call is distance 1 of the text, so the table starts at column 1. There is no shift.
+            right_bias = DistanceBias(values[:, 1:q_len])
+            heads = values.shape[0]
+            shift = values.new_zeros(1, heads, 1, dtype=torch.float64)
         case DecayBias():
-            bias = DecayBias(values[..., past + 1 :].flip(-1))
-            shift = values.double()[..., past:-1] - values.double()[..., past + 1 :]
+            right_bias = DecayBias(values[..., first_key:].flip(-1))
+            cumulative = values.double()
+            shift = cumulative[..., call.query_start : -1] - cumulative[..., first_key:]
         case unknown:
             raise unknown_bias_error(unknown)
-    q, k, v = call.q[:, :, :-1], call.k[:, :, past + 1 :], call.v[:, :, past + 1 :]
-    backwards = replace(
+
+    window = None if call.window is None else call.window - 1
+    segment_ids = None
+    if call.segment_ids is not None:
+        segment_ids = call.segment_ids[:, first_key:].flip(1)
+    reversed_call = replace(
         call,
-        **{name: x.flip(2) for name, x in (("q", q), ("k", k), ("v", v))},
-        bias=bias,
-        window=None if call.window is None else call.window - 1,
-        segment_ids=None if call.segment_ids is None else call.segment_ids[:, past + 1 :].flip(1),
+        q=call.q[:, :, :-1].flip(2),
+        k=call.k[:, :, first_key:].flip(2),
+        v=call.v[:, :, first_key:].flip(2),
+        bias=right_bias,
+        window=window,
+        segment_ids=segment_ids,
         causal=True,
     )
-    return backwards, shift
+    return RightCall(reversed_call, shift)
 
 
-def _segment_ends(call: AttentionCall) -> Bool[Tensor, "one_or_batch 1 rows"]:
-    """Rows that are the last of their segment: they see nothing on the right, where they stand on another's key."""
+def _ends_segment(call: AttentionCall) -> Bool[Tensor, "one_or_batch 1 rows"]:
+    """Return whether each query, except for the last query, is the last token of its segment.
+
+    Such a query sees no key on the right. In the right call, it is aligned with the first key of the next segment.
+    """
     if call.segment_ids is None:
         return torch.zeros(1, 1, 1, dtype=torch.bool)
-    own = call.segment_ids[:, -call.q.shape[2] :]
-    return (own[:, :-1] != own[:, 1:])[:, None]
+    query_segments = call.segment_ids[:, -call.q.shape[2] :]
+    return (query_segments[:, :-1] != query_segments[:, 1:])[:, None]
 
 
 def forward(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both sides by the operator's causal calls: output, log-sum-exp, and what it tells of each panel of rows, those of
-    the right side after those of the left."""
-    if call.has_split_segments:  # of a graph, which was made before there were segments
+    """Compute attention without a causal mask.
+
+    Args:
+        call: The arguments of the call.
+        compiled: Whether to use the compiled kernel if it is available.
+
+    Returns:
+        The results of the operator: output, log-sum-exp, first keys and dropped mass. The query tiles (groups of query
+        rows) of the right call follow the query tiles of the left call.
+
+    Raises:
+        InputError: If a segment is interrupted by another segment.
+    """
+    # A compiled graph may have been traced with other segments, so the segments are checked again.
+    if call.has_split_segments:
         raise InputError(f"The compiled attention kernel does not support this call: {SPLIT_SEGMENTS_MESSAGE}.")
-    out, lse, first, dropped = _causal(left_call(call), compiled)
-    if (mirror := right_call(call)) is None:
-        return out, lse, first, dropped
-    backwards, shift = mirror
-    right_out, right_lse, right_first, right_dropped = _causal(backwards, compiled)
-    ends, rows, dtype = _segment_ends(call), slice(0, -1), accumulation_dtype(out)
-    found = right_out.flip(2).to(dtype).masked_fill(ends[..., None], 0)
-    weight = (right_lse.flip(2) + shift).masked_fill(ends, -math.inf)
-    both = merge_by_lse(out[:, :, rows].to(dtype), lse[:, :, rows], found, weight)
-    for into, merged in zip((out, lse), both, strict=True):
-        into[:, :, rows] = merged
-    return out, lse, torch.cat([first, right_first], dim=2), torch.cat([dropped, right_dropped], dim=2)
+
+    out, lse, left_first_keys, left_dropped_mass = _run_causal(left_call(call), compiled)
+    right = right_call(call)
+    if right is None:
+        return out, lse, left_first_keys, left_dropped_mass
+    right_out, right_lse, right_first_keys, right_dropped_mass = _run_causal(right.call, compiled)
+
+    # Bring the results of the right call into the order of the original text.
+    dtype = accumulation_dtype(out)
+    sees_nothing = _ends_segment(call)
+    right_out = right_out.flip(2).to(dtype).masked_fill(sees_nothing[..., None], 0)
+    right_lse = (right_lse.flip(2) + right.shift).masked_fill(sees_nothing, -math.inf)
+
+    # The last query sees no key on the right.
+    rows = slice(0, -1)
+    merged_out, merged_lse = merge_by_lse(out[:, :, rows].to(dtype), lse[:, :, rows], right_out, right_lse)
+    out[:, :, rows] = merged_out
+    lse[:, :, rows] = merged_lse
+    first_keys = torch.cat([left_first_keys, right_first_keys], dim=2)
+    dropped_mass = torch.cat([left_dropped_mass, right_dropped_mass], dim=2)
+    return out, lse, first_keys, dropped_mass
 
 
-def _causal(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_causal(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the operator for a causal call. The results are output, log-sum-exp, first keys and dropped mass."""
     return torch.ops.trainshort.attention(
         call.q,
         call.k,
@@ -128,30 +216,64 @@ def backward(
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,
-    first: Tensor,
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
+    first_keys: Tensor,
+    causal_backward: CausalBackward,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, and of the bias on the left and on the right, by the operator's causal `gradients`."""
-    q_len, past = call.q.shape[2], call.k.shape[2] - call.q.shape[2]
-    panels, values = -(-q_len // QUERY_TILE), call.bias_tensors[-1]
-    grad_q, grad_k, grad_v, keys, rows = gradients(
-        left_call(call), grad_out, out, lse, first[..., :panels].contiguous()
-    )
-    of_left, of_right = reduce_bias_grad(call, keys, rows), torch.zeros_like(values, dtype=torch.float64)
-    if (mirror := right_call(call)) is not None:
-        backwards, shift = mirror
-        # Where a row sees nothing on the right, a log-sum-exp so large that no key has a weight.
-        whole = (lse[:, :, :-1] - shift).masked_fill(_segment_ends(call), MASKING_SLOPE).flip(2).contiguous()
-        others = (x[:, :, :-1].flip(2) for x in (grad_out, out))
-        more_q, more_k, more_v, keys, rows = gradients(backwards, *others, whole, first[..., panels:].contiguous())
-        grad_q[:, :, :-1] += more_q.flip(2)
-        grad_k[:, :, past + 1 :] += more_k.flip(2)
-        grad_v[:, :, past + 1 :] += more_v.flip(2)
-        if isinstance(call.bias, DistanceBias):
-            of_right[:, 1:q_len] = keys.sum(0)
-        elif isinstance(call.bias, DecayBias):  # its readings count with the other sign there (`mirrored`)
-            of_right[..., past + 1 :] -= keys.flip(2)
-            of_right[..., past:-1] -= rows.flip(2)
+    """Compute the gradients of attention without a causal mask.
+
+    Args:
+        call: The arguments of the call.
+        grad_out: The gradient of the output.
+        out: The output of `forward`.
+        lse: The log-sum-exp of `forward`.
+        first_keys: The first keys of `forward`.
+        causal_backward: The function that computes the gradients of a causal call.
+
+    Returns:
+        The gradients of the queries, the keys, the values, the bias of the left side and the bias of the right side.
+        For slopes, the gradients of the bias are empty.
+    """
+    # The query tiles of the right call follow the query tiles of the left call.
+    left_tiles = -(-call.q.shape[2] // QUERY_TILE)
+    left_first_keys = first_keys[..., :left_tiles].contiguous()
+    right_first_keys = first_keys[..., left_tiles:].contiguous()
+
+    left = causal_backward(left_call(call), grad_out, out, lse, left_first_keys)
+    grad_q, grad_k, grad_v = left.q, left.k, left.v
+    grad_left_bias = reduce_bias_grad(call, left.bias_keys, left.bias_queries)
+    grad_right_bias = torch.zeros_like(call.bias_tensors[-1], dtype=torch.float64)
+
+    right = right_call(call)
+    if right is not None:
+        right_lse = lse[:, :, :-1] - right.shift
+        # With this log-sum-exp, the weights of all keys are 0 for queries that see nothing on the right.
+        right_lse = right_lse.masked_fill(_ends_segment(call), MASKING_SLOPE)
+        right_grads = causal_backward(
+            right.call,
+            grad_out[:, :, :-1].flip(2),
+            out[:, :, :-1].flip(2),
+            right_lse.flip(2).contiguous(),
+            right_first_keys,
+        )
+        first_key = call.query_start + 1
+        grad_q[:, :, :-1] += right_grads.q.flip(2)
+        grad_k[:, :, first_key:] += right_grads.k.flip(2)
+        grad_v[:, :, first_key:] += right_grads.v.flip(2)
+        _add_right_bias_grad(call, right_grads, grad_right_bias)
+
     if isinstance(call.bias, LinearBias):
-        of_right = of_right.new_empty(0)  # The operator computes no gradient of slopes.
-    return grad_q, grad_k, grad_v, of_left, of_right
+        # The operator computes no gradient of slopes.
+        grad_right_bias = grad_right_bias.new_empty(0)
+    return grad_q, grad_k, grad_v, grad_left_bias, grad_right_bias
+
+
+def _add_right_bias_grad(call: AttentionCall, right_grads: CausalGradients, grad_right_bias: Tensor) -> None:
+    """Add the bias gradient of the right call to the gradient of the bias tensor of the right side."""
+    q_len = call.q.shape[2]
+    if isinstance(call.bias, DistanceBias):
+        # The table of the right call starts at column 1. See `right_call`.
+        grad_right_bias[:, 1:q_len] = right_grads.bias_keys.sum(0)
+    elif isinstance(call.bias, DecayBias):
+        # `reverse_bias` changes the sign of the cumulative log decay, so the gradients are subtracted.
+        grad_right_bias[..., call.query_start + 1 :] -= right_grads.bias_keys.flip(2)
+        grad_right_bias[..., call.query_start : -1] -= right_grads.bias_queries.flip(2)

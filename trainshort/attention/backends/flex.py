@@ -1,12 +1,13 @@
-"""FlexAttention: the bias as a score function, compiled into torch's own kernel. The backend for GPUs.
+"""The backend `flex`, which uses PyTorch's FlexAttention. This backend is the default on GPUs.
 
-Proven windows become its block mask: FlexAttention skips blocks that its mask does not list, forward and backward. The
-proof is the one of `alibi.proven_windows`; what it leaves out is at most the tolerance of any row's softmax mass.
+The bias is a `score_mod` function, which FlexAttention compiles into its own kernel. Blocks of keys whose softmax mass
+is proven to be at most the tolerance are removed from FlexAttention's block mask. FlexAttention skips these blocks in
+the forward and in the backward pass. The proof is the proof of `trainshort.alibi.proven_windows`.
 
-Forward only on the CPU (torch has no backward there), where it serves to test the same code that a GPU runs.
-Training on a GPU has not been run by us: no GPU was at hand.
+On the CPU, FlexAttention supports only the forward pass. The tests run there. The backend was never run on a GPU.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -31,206 +32,321 @@ from trainshort.attention.call import (
 )
 from trainshort.attention.functional import AttentionOutput
 
+# The number of queries and the number of keys in a block of FlexAttention's block mask. 128 is FlexAttention's default.
 FLEX_BLOCK_SIZE = 128
-"""FlexAttention's own block size."""
 
 
 class Flex:
-    """FlexAttention with a score function: GPUs (training too), forward on the CPU; never writes the bias out."""
+    """FlexAttention with a `score_mod` for the bias: training on GPUs, only the forward pass on the CPU."""
 
     rank = 20
 
     def skip_reason(self, call: AttentionCall) -> str | None:
-        """On GPUs only this one adds the bias to float32 scores without writing it out."""
-        return None if call.q.device.type == "cuda" else "FlexAttention is taken by itself on GPUs only"
+        """Return why `backend="auto"` should prefer another backend for a call, or None."""
+        if call.q.device.type == "cuda":
+            return None
+        return "'auto' uses FlexAttention on GPUs only"
 
     def unsupported_reason(self, call: AttentionCall) -> str | None:
-        on_cpu = call.q.device.type == "cpu"
-        if on_cpu and call.needs_grad:
+        """Return why this backend does not support a call, or None if the backend supports the call."""
+        is_on_cpu = call.q.device.type == "cpu"
+        if is_on_cpu and call.needs_grad:
             return "FlexAttention has no backward on the CPU; use 'sdpa', or train on a GPU"
-        if on_cpu and call.needs_lse:
+        if is_on_cpu and call.needs_lse:
             return "FlexAttention returns no log-sum-exp on the CPU; use 'windowed' or 'sdpa'"
         if call.dropout_p:
             return "FlexAttention has no dropout; use 'sdpa'"
         if isinstance(call.bias, DenseBias):
-            return "a written-out bias gains nothing from it; use 'sdpa'"
+            return "a dense bias gains nothing from FlexAttention; use 'sdpa'"
         if call.is_transformed:
-            return "FlexAttention knows neither torch.func nor forward-mode derivatives; use 'reference'"
+            return "FlexAttention does not support torch.func and forward-mode derivatives; use 'reference'"
         return None
 
     def run(self, call: AttentionCall) -> AttentionOutput:
-        """The certificate is the promise itself: what was really left out is not looked at again."""
-        mask = proven_block_mask(call) if _can_skip_blocks(call) else full_block_mask(call)
-        result = _compiled(call.q.device.type)(
+        """Compute attention with PyTorch's FlexAttention.
+
+        An ALiBi or decay bias lowers the scores of distant keys. Blocks of distant keys are skipped if their softmax
+        mass (the sum of their attention weights) is proven to be at most `call.tolerance` for every query.
+
+        Args:
+            call: The arguments of the call.
+
+        Returns:
+            The attention output, the log-sum-exp if `call.needs_lse` is True, and the certificate (an upper bound on
+            the softmax mass that was skipped).
+        """
+        can_skip_blocks = _can_skip_blocks(call)
+        if can_skip_blocks:
+            block_mask = proven_block_mask(call)
+        else:
+            block_mask = full_block_mask(call)
+
+        compiled_flex_attention = _compile_flex_attention(call.q.device.type)
+        result = compiled_flex_attention(
             call.q,
             call.k,
             call.v,
-            score_mod=_score_function(call),
-            block_mask=mask,
+            score_mod=_make_score_mod(call),
+            block_mask=block_mask,
             scale=call.softmax_scale,
             enable_gqa=call.heads_per_kv_head > 1,
             return_lse=call.needs_lse,
         )
-        out, lse = result if call.needs_lse else (result, None)
-        most = call.tolerance if _can_skip_blocks(call) else 0.0
-        return AttentionOutput(out, lse, call.q.new_full(call.q.shape[:2], most, dtype=torch.float32))
+        if call.needs_lse:
+            out, lse = result
+        else:
+            out = result
+            lse = None
+
+        # The certificate is the proven bound. The softmax mass that was really skipped is not measured.
+        max_skipped_mass = call.tolerance if can_skip_blocks else 0.0
+        batch_and_heads = call.q.shape[:2]
+        certificate = call.q.new_full(batch_and_heads, max_skipped_mass, dtype=torch.float32)
+        return AttentionOutput(out, lse, certificate)
 
 
 def _can_skip_blocks(call: AttentionCall) -> bool:
-    """Whether there can be blocks to leave out, and somebody asked for no gradient of the slopes that decide it."""
-    longer = call.k.shape[2] > FLEX_BLOCK_SIZE
-    return isinstance(call.bias, LinearBias | DecayBias) and longer and call.tolerance > 0 and not call.bias_needs_grad
+    """Return whether there can be blocks of keys to skip. Blocks are never skipped if the bias is trained."""
+    has_falling_bias = isinstance(call.bias, LinearBias | DecayBias)
+    has_several_blocks = call.k.shape[2] > FLEX_BLOCK_SIZE
+    return has_falling_bias and has_several_blocks and call.tolerance > 0 and not call.bias_needs_grad
 
 
 @cache
-def _compiled(device: str) -> Any:
-    """Compiled once per process; uncompiled, FlexAttention writes out all scores.
+def _compile_flex_attention(device_type: str) -> Any:
+    """Return FlexAttention, compiled by torch.compile. The uncompiled function would store all scores in memory."""
+    # On the CPU, each shape is compiled separately. With dynamic shapes, torch 2.13 generates invalid C++ code.
+    dynamic = False if device_type == "cpu" else None
+    return torch.compile(flex_attention, dynamic=dynamic)
 
-    On the CPU every shape is compiled for itself: with sizes left open, torch 2.13 writes C++ that does not compile.
+
+def _make_score_mod(call: AttentionCall) -> Callable[..., Tensor] | None:
+    """Return FlexAttention's `score_mod` function for the bias of a call, or None if the call has no bias.
+
+    The function has the arguments (score, batch, head, row, key). Rows count from the first query of the call.
     """
-    return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
-
-
-def _score_function(call: AttentionCall) -> Any:
-    """The bias as FlexAttention wants it: of the score at query i, counted from the first query, and key j."""
     if call.bias is None:
         return None
-    past, left = call.k.shape[2] - call.q.shape[2], _one_sided(call.bias, call.bias_tensors[0])
+    query_start = call.query_start  # the key position of the first query
+    left_bias = _make_bias_function(call.bias, call.bias_tensors[0])
+
+    def causal_score_mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        position = row + query_start
+        return score + left_bias(b, h, position, key, position - key)
+
     if call.causal:
-        return lambda score, b, h, i, j: score + left(b, h, i + past, j, i + past - j)
-    right = _one_sided(call.bias, reverse_bias(call))
-    return lambda score, b, h, i, j: (
-        score
-        + torch.where(i + past >= j, left(b, h, i + past, j, i + past - j), right(b, h, i + past, j, j - i - past))
-    )
+        return causal_score_mod
+    right_bias = _make_bias_function(call.bias, reverse_bias(call))
+
+    def bidirectional_score_mod(score: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        position = row + query_start
+        left = left_bias(b, h, position, key, position - key)
+        right = right_bias(b, h, position, key, key - position)
+        return score + torch.where(position >= key, left, right)
+
+    return bidirectional_score_mod
 
 
-def _one_sided(bias: Bias, values: Tensor) -> Any:
-    """What one side's slopes, table or clock say of query i, key j and their distance towards that side."""
+def _make_bias_function(bias: Bias, values: Tensor) -> Callable[..., Tensor]:
+    """Return a function that computes the bias of one side of the text.
+
+    Args:
+        bias: The bias of the call. Its type defines how `values` are used.
+        values: The slopes, the distance table or the cumulative log decay of this side.
+
+    Returns:
+        A function with the arguments (batch, head, query position, key position, distance).
+    """
     match bias:
         case LinearBias():
             slopes = values.float().clamp(max=MASKING_SLOPE)
-            return lambda b, h, i, j, distance: -slopes[h] * distance
+            return lambda b, h, position, key, distance: -slopes[h] * distance
         case DistanceBias():
-            last = values.shape[1] - 1
-            return lambda b, h, i, j, distance: values[h, distance.clamp(0, last)]
+            last_column = values.shape[1] - 1
+            return lambda b, h, position, key, distance: values[h, distance.clamp(0, last_column)]
         case DecayBias():
-            high = values.float()  # two floats for each reading; what is lost of the first is in the second
+            # The float64 values are split into two float32 tensors. `low` holds the rounding error of `high`.
+            high = values.float()
             low = (values.double() - high.double()).float()
-            return lambda b, h, i, j, distance: (high[b, h, i] - high[b, h, j]) + (low[b, h, i] - low[b, h, j])
+            return lambda b, h, position, key, distance: (
+                (high[b, h, position] - high[b, h, key]) + (low[b, h, position] - low[b, h, key])
+            )
         case unknown:
             raise unknown_bias_error(unknown)
 
 
 def proven_block_mask(call: AttentionCall) -> BlockMask:
-    """The blocks that can matter. Blocks that every row of a query block sees whole need no mask and are listed apart.
+    """Return a block mask without the blocks of keys that can be skipped.
 
-    4 blocks, windows of 1, 1, 2 and 1 blocks      d: on the diagonal, masked   f: full   -: skipped, proven
+    FlexAttention evaluates the mask function only in masked blocks. In full blocks, every query sees every key. For
+    example, with four blocks and windows of 1, 2, 3 and 2 blocks (m: masked block, f: full block, -: skipped block):
 
-        d
-        f d
-        f f d
-        - - f d
+        m
+        f m
+        f f m
+        - - f m
+
+    Args:
+        call: The arguments of the call, with a `LinearBias` or a `DecayBias`.
+
+    Returns:
+        The block mask. The softmax mass of all skipped blocks is at most `call.tolerance` for every query.
     """
-    q_len, k_len = call.q.shape[2], call.k.shape[2]
-    starts = torch.arange(k_len - q_len, k_len, FLEX_BLOCK_SIZE, device=call.q.device)
+    q_len = call.q.shape[2]
+    k_len = call.k.shape[2]
+    # The key position of the first query of each query block, and the position after its last query.
+    starts = torch.arange(call.query_start, k_len, FLEX_BLOCK_SIZE, device=call.q.device)
     ends = (starts + FLEX_BLOCK_SIZE).clamp(max=k_len)
-    finite = call.v.isfinite().all()  # 0 · NaN is NaN at any distance
-    first = torch.where(finite, _group_rows_by_block(_proven_first(call)).amin(-1), 0)
-    last = (
-        ends.expand_as(first)
-        if call.causal
-        else torch.where(finite, _group_rows_by_block(_proven_last(call)).amax(-1), k_len)
-    )
-    plain = call.window is None and call.segment_ids is None
+
+    # A value that is infinite or NaN changes the output at any distance, because 0 · NaN is NaN.
+    values_are_finite = call.v.isfinite().all()
+    proven_first_key = _group_rows_by_block(_proven_first_keys(call)).amin(-1)
+    first_key = torch.where(values_are_finite, proven_first_key, 0)
+    if call.causal:
+        end_key = ends.expand_as(first_key)
+    else:
+        proven_end_key = _group_rows_by_block(_proven_end_keys(call)).amax(-1)
+        end_key = torch.where(values_are_finite, proven_end_key, k_len)
     if call.window is not None:
-        first = torch.maximum(first, starts - call.window + 1)
-        last = torch.minimum(last, ends + (0 if call.causal else call.window - 1))
-    begin, end = first.clamp(min=0) // FLEX_BLOCK_SIZE, (last + FLEX_BLOCK_SIZE - 1) // FLEX_BLOCK_SIZE
-    # Rows of a block differ in what they see: at the end of causal attention, or by windows and segments anywhere.
-    differ = torch.maximum(begin, (starts + 1) // FLEX_BLOCK_SIZE) if call.causal else end
-    masked = differ if plain else begin
-    count, indices = _block_indices(masked, end, k_len)
-    full_count, full_indices = _block_indices(begin, masked, k_len)
+        keys_after_query = 0 if call.causal else call.window - 1
+        first_key = torch.maximum(first_key, starts - call.window + 1)
+        end_key = torch.minimum(end_key, ends + keys_after_query)
+
+    # The range of key blocks that each query block reads.
+    first_block = first_key.clamp(min=0) // FLEX_BLOCK_SIZE
+    end_block = (end_key + FLEX_BLOCK_SIZE - 1) // FLEX_BLOCK_SIZE
+
+    # The full blocks come first, and the masked blocks follow.
+    if call.window is not None or call.segment_ids is not None:
+        first_masked_block = first_block
+    elif call.causal:
+        # Only the blocks on the diagonal contain keys that some queries of the block do not see.
+        first_masked_block = torch.maximum(first_block, (starts + 1) // FLEX_BLOCK_SIZE)
+    else:
+        first_masked_block = end_block
+
+    masked_count, masked_indices = _block_indices(first_masked_block, end_block, k_len)
+    full_count, full_indices = _block_indices(first_block, first_masked_block, k_len)
     return BlockMask.from_kv_blocks(
-        count,
-        indices,
+        masked_count,
+        masked_indices,
         full_count,
         full_indices,
         BLOCK_SIZE=FLEX_BLOCK_SIZE,
-        mask_mod=_mask_function(call),
+        mask_mod=_make_mask_mod(call),
         seq_lengths=(q_len, k_len),
         compute_q_blocks=call.needs_grad,
     )
 
 
 def _group_rows_by_block(rows: Int[Tensor, "batch heads q_len"]) -> Int[Tensor, "batch heads q_blocks block"]:
-    """Rows by blocks of them; the last one is filled up with its last row."""
-    more = rows[..., -1:].expand(*rows.shape[:2], -rows.shape[2] % FLEX_BLOCK_SIZE)
-    return torch.cat([rows, more], dim=2).unflatten(2, (-1, FLEX_BLOCK_SIZE))
+    """Reshape one value per query to one row of values per query block. The last value fills the last block."""
+    missing_rows = -rows.shape[2] % FLEX_BLOCK_SIZE
+    filling = rows[..., -1:].expand(*rows.shape[:2], missing_rows)
+    return torch.cat([rows, filling], dim=2).unflatten(2, (-1, FLEX_BLOCK_SIZE))
 
 
-def _proven_first(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
-    """The first key that each query must read. Half the tolerance where there is a right side to be promised, too: both
-    bounds are against the same own key."""
+def _proven_first_keys(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
+    """Return the first key that each query must read. The keys before it have at most the tolerated softmax mass."""
+    # Without a causal mask, keys may also be skipped on the right. Each side may skip half of the tolerance.
     tolerance = call.tolerance if call.causal else call.tolerance / 2
+    k_len = call.k.shape[2]
     values = call.bias_tensors[0].detach()
     match call.bias:
         case LinearBias():
-            windows = alibi.proven_windows(
-                call.q, call.k, values.clamp(max=MASKING_SLOPE), tolerance, 1, call.softmax_scale
-            )
-            positions = torch.arange(call.k.shape[2] - call.q.shape[2], call.k.shape[2], device=call.q.device)
-            return torch.where(windows >= call.k.shape[2], 0, positions - windows + 1)
+            slopes = values.clamp(max=MASKING_SLOPE)
+            windows = alibi.proven_windows(call.q, call.k, slopes, tolerance, block=1, scale=call.softmax_scale)
+            positions = torch.arange(call.query_start, k_len, device=call.q.device)
+            # A window of k_len means that no key can be skipped.
+            return torch.where(windows >= k_len, 0, positions - windows + 1)
         case DecayBias():
-            return decay.proven_first_keys(alibi.most_excess(call.q, call.k, call.softmax_scale), values, tolerance)
+            excess = alibi.max_excess(call.q, call.k, call.softmax_scale)
+            return decay.proven_first_keys(excess, values, tolerance)
         case unknown:
             raise unknown_bias_error(unknown)
 
 
-def _proven_last(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
-    """Behind the last key that each query must read: the same on the text read backwards."""
-    past, values = call.k.shape[2] - call.q.shape[2], reverse_bias(call)
-    bias = DecayBias(values[..., past:].flip(-1)) if isinstance(call.bias, DecayBias) else LinearBias(values)
-    backwards = replace(call, q=call.q.flip(2), k=call.k[:, :, past:].flip(2), v=call.v[:, :, past:], bias=bias)
-    return call.k.shape[2] - _proven_first(backwards).flip(2)
+def _proven_end_keys(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
+    """Return the position after the last key that each query must read, in a call without a causal mask.
+
+    The position is found with `_proven_first_keys` on the reversed text.
+    """
+    query_start = call.query_start
+    values = reverse_bias(call)
+    if isinstance(call.bias, DecayBias):
+        reversed_bias = DecayBias(values[..., query_start:].flip(-1))
+    else:
+        reversed_bias = LinearBias(values)
+    reversed_call = replace(
+        call,
+        q=call.q.flip(2),
+        k=call.k[:, :, query_start:].flip(2),
+        v=call.v[:, :, query_start:],
+        bias=reversed_bias,
+    )
+    return call.k.shape[2] - _proven_first_keys(reversed_call).flip(2)
 
 
 def full_block_mask(call: AttentionCall) -> BlockMask:
-    """Every block that any row may see."""
-    q_len, k_len = call.q.shape[2], call.k.shape[2]
+    """Return a block mask with every block in which some query sees some key."""
+    # Without segments, all sequences have the same mask.
+    batch = None if call.segment_ids is None else call.q.shape[0]
     return create_block_mask(
-        _mask_function(call),
-        B=None if call.segment_ids is None else call.q.shape[0],
+        _make_mask_mod(call),
+        B=batch,
         H=None,
-        Q_LEN=q_len,
-        KV_LEN=k_len,
+        Q_LEN=call.q.shape[2],
+        KV_LEN=call.k.shape[2],
         device=call.q.device.type,
     )
 
 
-def _mask_function(call: AttentionCall) -> Any:
-    past, window, segment_ids, causal = call.k.shape[2] - call.q.shape[2], call.window, call.segment_ids, call.causal
+def _make_mask_mod(call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return FlexAttention's `mask_mod` function, which returns whether a query sees a key.
 
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = i + past - j
-        visible = distance >= 0 if causal else distance < call.k.shape[2]  # all of them
+    The function has the arguments (batch, head, row, key). Rows count from the first query of the call.
+    """
+    # FlexAttention compiles the function, so the function must not read the attributes of `call`.
+    query_start = call.query_start
+    k_len = call.k.shape[2]
+    window = call.window
+    segment_ids = call.segment_ids
+    causal = call.causal
+
+    def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        distance = row + query_start - key
+        if causal:
+            is_visible = distance >= 0
+        else:
+            is_visible = distance < k_len  # True for every key.
         if window is not None:
-            visible = visible & (distance < window) & (distance > -window)
+            is_visible = is_visible & (distance < window) & (distance > -window)
         if segment_ids is not None:
-            visible = visible & (segment_ids[b, i + past] == segment_ids[b, j])
-        return visible
+            is_visible = is_visible & (segment_ids[b, row + query_start] == segment_ids[b, key])
+        return is_visible
 
-    return seen
+    return mask_mod
 
 
 def _block_indices(
-    begin: Int[Tensor, "batch heads q_blocks"], end: Int[Tensor, "batch heads q_blocks"], k_len: int
+    first_block: Int[Tensor, "batch heads q_blocks"], end_block: Int[Tensor, "batch heads q_blocks"], k_len: int
 ) -> tuple[Int[Tensor, "batch heads q_blocks"], Int[Tensor, "batch heads q_blocks k_blocks"]]:
-    """Counts and numbers of the blocks from `begin` to `end`; FlexAttention reads the first `count` of each list."""
-    blocks = -(-k_len // FLEX_BLOCK_SIZE)
-    numbers = (begin[..., None] + torch.arange(blocks, device=begin.device)) % blocks
-    return (end - begin).int(), numbers.int()
+    """Return the blocks from `first_block` to `end_block - 1` in the format of FlexAttention.
+
+    Args:
+        first_block: The first key block of each query block.
+        end_block: The key block after the last key block of each query block.
+        k_len: The number of keys.
+
+    Returns:
+        The number of blocks and the list of block indices. FlexAttention reads only the first entries of each list.
+    """
+    total_blocks = -(-k_len // FLEX_BLOCK_SIZE)
+    all_blocks = torch.arange(total_blocks, device=first_block.device)
+    # The list starts at `first_block` and wraps around, because each list must contain every block once.
+    indices = (first_block[..., None] + all_blocks) % total_blocks
+    count = end_block - first_block
+    return count.int(), indices.int()
 
 
 FLEX = Flex()

@@ -214,7 +214,7 @@ def compute_proven_windows(call: AttentionCall) -> list[int] | None:
         case LinearBias(slopes):
             windows = alibi.proven_windows(call.q, call.k, slopes, tolerance=tolerance, block=1)[0]
         case DecayBias(cumulative_decay):
-            excess = alibi.most_excess(call.q, call.k)
+            excess = alibi.max_excess(call.q, call.k)
             first_keys = decay.proven_first_keys(excess, cumulative_decay, tolerance)[0]
             query_positions = torch.arange(call.k.shape[2])[-call.q.shape[2] :]
             windows = query_positions - first_keys.cpu() + 1

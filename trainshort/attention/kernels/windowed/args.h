@@ -1,137 +1,161 @@
-/* What one call is given, as ctypes fills it in (attention/operator.py mirrors this struct), and how rows come in and
- * go out.
+/* The arguments of a kernel call, and functions that read and write rows of its tensors.
  *
- * Inputs may be the library's own element type, bfloat16 or float16, with any strides but dim's; all arithmetic is in
- * `real`. Shapes are (batch, heads, tokens, dim); the last query stands on the last key.
+ * The file backends/ctypes_call.py mirrors the structs `Tensor` and `Call`. All tensors have the shape (batch, heads,
+ * tokens, dim). The last query is aligned with the last key. The inputs may be bfloat16 or float16. All computations
+ * use the type `real`, which is float, or double if the library is built with REAL_IS_DOUBLE.
  */
-#ifndef TRAINSHORT_CALL_H
-#define TRAINSHORT_CALL_H
+#ifndef TRAINSHORT_ARGS_H
+#define TRAINSHORT_ARGS_H
 
 #include "thread_pool.h"
 #include "matmul.h"
 
+/* The dtypes of the tensors. NATIVE is `real`. */
 enum { NATIVE = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 typedef struct {
     char *data;
-    int64_t batch, head, token; /* strides in elements; dim's is 1 */
+    /* Strides count elements. The stride of the last dimension is 1. */
+    int64_t batch_stride, head_stride, token_stride;
 } Tensor;
 
 typedef struct {
     Tensor q, k, v, out, grad_out, grad_q, grad_k, grad_v;
-    const float *slopes;
-    const real *table;        /* (heads, MARGIN + k_len + PANEL) bias by distance, in place of slopes, or NULL */
-    const real *ceiling;      /* (heads, k_len) the table's largest value at each distance or farther, or NULL */
-    const double *clock;      /* (batch, heads, k_len) bias clock[i] - clock[j], in place of slopes, or NULL */
-    const int32_t *segment_ids; /* (batch, k_len) segment of each key, or NULL */
-    const int32_t *reach;     /* (batch, k_len) first key of the same segment, or NULL */
-    double *lse;              /* (batch, heads, q_len); a float would round every weight that backward makes of it */
-    int32_t *first;           /* (batch, heads, panels) first key a panel of queries read */
-    float *dropped;           /* (batch, heads, panels) softmax mass that may lie before it */
-    real *inner;              /* (batch, heads, q_len) grad_out . out */
-    double *grad_table;       /* (batch, heads, k_len) gradient of the table, or NULL */
-    double *grad_rows;        /* (batch, heads, q_len) gradient of the clock where it stands for queries, or NULL */
-    double *grad_keys;        /* (batch, heads, k_len) and where it stands for keys */
+
+    /* The bias of a call is one of three: slopes, a distance table, or a cumulative log decay. */
+    const float *slopes;            /* (heads) */
+    const real *table;              /* (heads, padded_table_length) bias by distance, or NULL */
+    const real *table_suffix_max;   /* (heads, k_len) largest value of the table at a distance or farther, or NULL */
+    const double *cumulative_decay; /* (batch, heads, k_len) the bias is c[i] - c[j] for these values c, or NULL */
+
+    const int32_t *segment_ids;     /* (batch, k_len) segment of each key, or NULL */
+    const int32_t *segment_starts;  /* (batch, k_len) first key of the segment of each key, or NULL */
+
+    /* The log-sum-exp is double, because the backward pass computes all attention weights from the log-sum-exp. */
+    double *lse;                    /* (batch, heads, q_len) */
+    int32_t *first_keys;            /* (batch, heads, query tiles) first key that each query tile reads */
+    float *dropped_mass;            /* (batch, heads, query tiles) upper bound on the skipped softmax mass */
+
+    real *grad_out_dot_out;         /* (batch, heads, q_len) dot product of each row of grad_out and out */
+    double *grad_table;             /* (batch, heads, k_len) gradient of the table, or NULL */
+    double *grad_decay_queries;     /* (batch, heads, q_len) gradient of c as the query's value c[i], or NULL */
+    double *grad_decay_keys;        /* (batch, heads, k_len) gradient of c as the key's value c[j], or NULL */
+
     int64_t batches, heads, kv_heads, q_len, k_len, dim, window;
     double tolerance, scale;
-    Parallel parallel; /* the OpenMP runtime torch has loaded, or NULL for helpers of our own */
+    /* The entry point of the OpenMP runtime that PyTorch has loaded. With NULL, the thread pool uses its own
+     * threads. */
+    Parallel openmp_parallel;
     int32_t threads, dtype;
 } Call;
 
-/* Distances are read and written a panel at a time; those in the future of a row's keys fall into this margin. */
-enum { MARGIN = 96 };
+/* The number of values before distance 0 of a table. A query tile reads the table in blocks. Keys in the future of a
+ * query have negative distances and are read from this padding. */
+enum { TABLE_PADDING = 96 };
 
-/* What a head adds to the score of a key. */
+/* The bias of one head. `slope` is used only if both pointers are NULL. */
 typedef struct {
-    real slope;          /* -slope * distance, where neither of the others is given */
-    const real *table;   /* by distance, or NULL */
-    const double *clock; /* clock[i] - clock[j], or NULL */
+    real slope;                     /* bias -slope * distance */
+    const real *table;              /* bias table[distance] */
+    const double *cumulative_decay; /* bias c[i] - c[j] */
 } HeadBias;
 
-INLINE int64_t table_size(const Call *c) { return MARGIN + c->k_len + PANEL; }
+INLINE int64_t padded_table_length(const Call *c) { return TABLE_PADDING + c->k_len + QUERY_TILE; }
 
-INLINE HeadBias head_bias(const Call *c, int64_t batch, int64_t head) {
+INLINE HeadBias bias_of_head(const Call *c, int64_t batch, int64_t head) {
     return (HeadBias){
         (real)c->slopes[head],
-        c->table ? c->table + head * table_size(c) + MARGIN : NULL,
-        c->clock ? c->clock + (batch * c->heads + head) * c->k_len : NULL,
+        c->table ? c->table + head * padded_table_length(c) + TABLE_PADDING : NULL,
+        c->cumulative_decay ? c->cumulative_decay + (batch * c->heads + head) * c->k_len : NULL,
     };
 }
 
-/* A clock grows with the text, and what counts are small differences of it: two floats hold one of its readings, and
- * the difference of two such pairs is as exact as if it had been taken in double precision and rounded once. */
+/* A double as the sum of two reals. The cumulative log decay grows with the text, while only small differences of its
+ * values matter. The difference of two split values is as exact as a difference of doubles that is rounded once. */
 typedef struct {
     real high, low;
-} Reading;
+} SplitDouble;
 
-INLINE Reading reading(double clock) {
-    const real high = (real)clock;
-    return (Reading){high, (real)(clock - (double)high)};
+INLINE SplitDouble split_double(double value) {
+    const real high = (real)value;
+    return (SplitDouble){high, (real)(value - (double)high)};
 }
 
-INLINE int padded_dim(const Call *c) { return (int)(blocks_of(c->dim, PAD) * PAD); }
-INLINE int64_t panels_of(const Call *c) { return blocks_of(c->q_len, PANEL); }
-INLINE int64_t kv_head(const Call *c, int64_t head) { return head / (c->heads / c->kv_heads); }
-INLINE int64_t position(const Call *c, int64_t row) { return c->k_len - c->q_len + row; }
+/* The length of a row in scratch memory. */
+INLINE int padded_dim(const Call *c) { return (int)(blocks_of(c->dim, DIM_PADDING) * DIM_PADDING); }
+
+INLINE int64_t query_tile_count(const Call *c) { return blocks_of(c->q_len, QUERY_TILE); }
+
+/* The key head of a query head. With grouped-query attention, several query heads share one key head. */
+INLINE int64_t kv_head_of(const Call *c, int64_t head) { return head / (c->heads / c->kv_heads); }
+
+/* The key position of a query row. The last query is aligned with the last key. */
+INLINE int64_t position_of_row(const Call *c, int64_t row) { return c->k_len - c->q_len + row; }
 
 INLINE size_t element_size(const Call *c) { return c->dtype == NATIVE ? sizeof(real) : 2; }
 
-INLINE char *row_at(const Call *c, const Tensor *x, int64_t batch, int64_t head, int64_t token) {
-    return x->data + (batch * x->batch + head * x->head + token * x->token) * (int64_t)element_size(c);
+/* Return the address of one row of a tensor. */
+INLINE char *row_address(const Call *c, const Tensor *x, int64_t batch, int64_t head, int64_t token) {
+    const int64_t offset = batch * x->batch_stride + head * x->head_stride + token * x->token_stride;
+    return x->data + offset * (int64_t)element_size(c);
 }
 
-INLINE float float_of_bits(uint32_t bits) {
+INLINE float float_from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
-/* Rounds to the nearest, ties to even; NaN keeps a mantissa bit. */
-INLINE uint16_t to_bfloat16(float x) {
+/* Round a float to the nearest bfloat16, and ties to even. NaN stays NaN. */
+INLINE uint16_t float_to_bfloat16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     if (x != x) return (uint16_t)(bits >> 16 | 0x40);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-static void read_row(const Call *c, const char *from, real *to) {
-    const uint16_t *half = (const uint16_t *)from;
+/* Convert one row of a tensor to `real`. */
+static void read_row(const Call *c, const char *source, real *target) {
+    const uint16_t *half = (const uint16_t *)source;
     switch (c->dtype) {
-    case NATIVE: memcpy(to, from, c->dim * sizeof(real)); break;
-    case BFLOAT16: for (int t = 0; t < c->dim; t++) to[t] = float_of_bits((uint32_t)half[t] << 16); break;
-    default: for (int t = 0; t < c->dim; t++) to[t] = _cvtsh_ss(half[t]); break;
+    case NATIVE: memcpy(target, source, c->dim * sizeof(real)); break;
+    case BFLOAT16: for (int t = 0; t < c->dim; t++) target[t] = float_from_bits((uint32_t)half[t] << 16); break;
+    default: for (int t = 0; t < c->dim; t++) target[t] = _cvtsh_ss(half[t]); break;
     }
 }
 
-static void write_row(const Call *c, char *to, const real *from) {
-    uint16_t *half = (uint16_t *)to;
+/* Convert one row from `real` to the dtype of the tensors. */
+static void write_row(const Call *c, char *target, const real *source) {
+    uint16_t *half = (uint16_t *)target;
     switch (c->dtype) {
-    case NATIVE: memcpy(to, from, c->dim * sizeof(real)); break;
-    case BFLOAT16: for (int t = 0; t < c->dim; t++) half[t] = to_bfloat16(from[t]); break;
-    default: for (int t = 0; t < c->dim; t++) half[t] = _cvtss_sh(from[t], _MM_FROUND_TO_NEAREST_INT); break;
+    case NATIVE: memcpy(target, source, c->dim * sizeof(real)); break;
+    case BFLOAT16: for (int t = 0; t < c->dim; t++) half[t] = float_to_bfloat16(source[t]); break;
+    default: for (int t = 0; t < c->dim; t++) half[t] = _cvtss_sh(source[t], _MM_FROUND_TO_NEAREST_INT); break;
     }
 }
 
-/* `count` rows from `start` in `real`, padded_dim apart, zeros past the end. Where they lie like that already, the
- * caller gets them in place and nothing is copied. */
+/* Return `count` rows of a tensor from the row `start` on, converted to `real`.
+ *
+ * The rows of the result are padded_dim apart. Padding dimensions and rows from `end` on are filled with zeros. If the
+ * tensor has this layout already, the result points into the tensor. Otherwise the rows are copied to `scratch`. */
 static const real *read_rows(const Call *c, const Tensor *x, int64_t batch, int64_t head, int64_t start, int64_t count,
                              int64_t end, real *scratch) {
     const int padded = padded_dim(c);
-    if (c->dtype == NATIVE && x->token == padded && c->dim == padded && start + count <= end)
-        return (const real *)row_at(c, x, batch, head, start);
+    if (c->dtype == NATIVE && x->token_stride == padded && c->dim == padded && start + count <= end)
+        return (const real *)row_address(c, x, batch, head, start);
     for (int64_t i = 0; i < count; i++) {
-        real *to = scratch + i * padded;
-        if (start + i < end) read_row(c, row_at(c, x, batch, head, start + i), to);
+        real *target = scratch + i * padded;
+        if (start + i < end) read_row(c, row_address(c, x, batch, head, start + i), target);
         const int64_t filled = start + i < end ? c->dim : 0;
-        memset(to + filled, 0, (padded - filled) * sizeof(real));
+        memset(target + filled, 0, (padded - filled) * sizeof(real));
     }
     return scratch;
 }
 
-/* rows[query][dim] -> panel[dim][query] */
-static void to_panel(const real *rows, int padded, real *panel) {
-    for (int i = 0; i < PANEL; i++)
-        for (int t = 0; t < padded; t++) panel[t * PANEL + i] = rows[i * padded + t];
+/* Transpose the rows of a query tile: rows[query][dim] becomes tile[dim][query]. */
+static void transpose_to_tile(const real *rows, int padded, real *tile) {
+    for (int i = 0; i < QUERY_TILE; i++)
+        for (int t = 0; t < padded; t++) tile[t * QUERY_TILE + i] = rows[i * padded + t];
 }
 
 #endif

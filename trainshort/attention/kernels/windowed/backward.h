@@ -1,16 +1,19 @@
-/* Backward: the weights are recomputed from the forward's log-sum-exp, over exactly the blocks the forward read.
+/* The backward pass of attention.
+ *
+ * The attention weights are recomputed from the log-sum-exp, for the keys that the forward pass read. The products are
  *
  *     dV = P^T dO        dP = dO V^T        dS = P (dP - dO.O)        dK = dS^T Q        dQ = dS K
  *
- * A bias by distance has the gradient  sum of dS over each diagonal; a clock, at each token, the sum of its row minus
- * that of its column. (The sums of rows are zero but for rounding. Taken along, the gradient is exactly that of the dS
- * that were computed, so that nothing piles up where a method adds it up over the text.)
+ * P are the attention weights, and S are the scores. The gradient of a distance table is the sum of dS over each
+ * diagonal. The gradient of the cumulative log decay is, for each token, the sum of its row of dS minus the sum of its
+ * column. The sums of the rows are zero except for rounding errors. The sums are included, so that the result is exactly
+ * the gradient of the computed scores, and rounding errors do not add up over the text.
  *
- * An item is a stretch of SEGMENT keys of one key head: it owns its part of dK and dV and meets all queries that read
- * it. The parts of dQ that come from different stretches are added up in the order of the keys: a stretch waits until
- * all earlier ones are past a block of queries before it adds its share, and likewise for the gradient of the bias, which
- * is added in the end. So the result does not depend on the number of threads or on timing, and no thread needs a copy of
- * dQ.
+ * A work item is a range of RANGE_KEYS keys of one key head. The item computes dK and dV of these keys, and processes
+ * all queries that read one of the keys. Each item computes a part of dQ. The parts are added in the order of the key
+ * ranges: an item waits until all earlier items have added their part for a block of queries. The gradient of a table
+ * is added in the same order. The result therefore does not depend on the number of threads or on timing, and all
+ * threads add to the same dQ.
  */
 #ifndef TRAINSHORT_BACKWARD_H
 #define TRAINSHORT_BACKWARD_H
@@ -19,231 +22,274 @@
 
 #include "query_tile.h"
 
-enum { SEGMENT = 4 * KEYS, FINISHED = INT32_MAX };
+enum {
+    /* The number of keys in a key range. */
+    RANGE_KEYS = 4 * KEY_BLOCK,
+    /* The progress of a key range that is complete. */
+    FINISHED = INT32_MAX,
+};
 
 typedef struct {
     const Call *call;
-    atomic_int *progress; /* (batch, kv_heads, segments) query blocks (over the head group) that are done */
-    int64_t segments;
-} Backward;
+    /* (batch, kv_heads, key ranges) the number of query blocks that are done, over all query heads of a key head */
+    atomic_int *progress;
+    int64_t range_count;
+} BackwardContext;
 
-/* One block of ROWS queries as the products need it: rows, and panels with queries in lanes. */
+/* A block of ROWS_PER_ITEM queries of one head. */
 typedef struct {
-    Panel place[PANELS];
-    int count;
-    int64_t first[PANELS];
-    vec lse[PANELS][WIDE], rest[PANELS][WIDE]; /* the log-sum-exp, and what is lost of it in a real */
-    vec inner[PANELS][WIDE];
-    const real *q, *grad;                     /* [query][dim] */
-    real *queries, *grads, *grad_q;           /* [panel][dim][query] */
-    real *weights, *slants;                   /* [panel][key][query]: P and dS */
-    vec ticks[PANELS][WIDE];                  /* sums of dS over the segment's keys */
-} Rows;
+    QueryTile tiles[TILES_PER_ITEM];
+    int tile_count;
+    int64_t first_keys[TILES_PER_ITEM];                 /* the first key that each tile read in the forward pass */
+    /* The log-sum-exp is the sum of two reals. */
+    vec lse_high[TILES_PER_ITEM][TILE_VECTORS], lse_low[TILES_PER_ITEM][TILE_VECTORS];
+    vec grad_out_dot_out[TILES_PER_ITEM][TILE_VECTORS];
+    const real *q, *grad_out;                           /* [query][dim] */
+    real *q_tiles, *grad_out_tiles, *grad_q_tiles;      /* [tile][dim][query] */
+    real *weights, *grad_scores;                        /* [tile][key][query] P and dS */
+    vec grad_decay[TILES_PER_ITEM][TILE_VECTORS];       /* sums of the rows of dS over the keys of the range */
+} QueryBlock;
 
+/* The keys of one work item. */
 typedef struct {
     const real *k, *v;      /* [key][dim] */
     real *grad_k, *grad_v;  /* [key][dim] */
-    real *tilts;            /* [head of the group][MARGIN + distance] gradient of the bias, or NULL */
-    double *ticks;          /* [key] gradient of the clock of the head at hand, where it stands for keys, or NULL */
-    int64_t start, keys;
-    real *scratch;
-} Segment;
+    real *grad_table;       /* [query head of the key head][TABLE_PADDING + distance] gradient of the table, or NULL */
+    double *grad_decay;     /* [key] sums of the columns of dS of one query head, or NULL */
+    int64_t start, key_count;
+} KeyRange;
 
-static void take_rows(const Call *c, int64_t batch, int64_t head, int64_t row, Rows *rows, real *scratch) {
+/* Read a block of queries from the row `row` on. `block->tile_count` must be set. */
+static void load_query_block(const Call *c, int64_t batch, int64_t head, int64_t row, QueryBlock *block,
+                             real *scratch) {
     const int padded = padded_dim(c);
-    const int64_t at = (batch * c->heads + head) * c->q_len, size = padded * PANEL;
-    real *q = scratch, *grad = q + PANELS * size;
-    rows->queries = grad + PANELS * size, rows->grads = rows->queries + PANELS * size;
-    rows->grad_q = rows->grads + PANELS * size, rows->weights = rows->grad_q + PANELS * size;
-    rows->slants = rows->weights + PANELS * KEYS * PANEL;
-    rows->q = read_rows(c, &c->q, batch, head, row, ROWS, c->q_len, q);
-    rows->grad = read_rows(c, &c->grad_out, batch, head, row, ROWS, c->q_len, grad);
-    memset(rows->grad_q, 0, PANELS * size * sizeof(real));
-    memset(rows->ticks, 0, sizeof rows->ticks);
-    for (int p = 0; p < rows->count; p++) {
-        to_panel(rows->q + p * size, padded, rows->queries + p * size);
-        to_panel(rows->grad + p * size, padded, rows->grads + p * size);
-        for (int i = 0; i < PANEL; i++) {
-            const int64_t at_row = row + p * PANEL + i;
-            const int inside = at_row < c->q_len; /* padding lanes get weight 0 */
-            const double lse = inside ? c->lse[at + at_row] : INFINITY;
-            rows->lse[p][i / LANES][i % LANES] = (real)lse;
-            rows->rest[p][i / LANES][i % LANES] = inside ? (real)(lse - (double)(real)lse) : 0;
-            rows->inner[p][i / LANES][i % LANES] = inside ? c->inner[at + at_row] : 0;
+    const int64_t head_start = (batch * c->heads + head) * c->q_len, tile_size = padded * QUERY_TILE;
+    real *q = scratch, *grad_out = q + TILES_PER_ITEM * tile_size;
+    block->q_tiles = grad_out + TILES_PER_ITEM * tile_size;
+    block->grad_out_tiles = block->q_tiles + TILES_PER_ITEM * tile_size;
+    block->grad_q_tiles = block->grad_out_tiles + TILES_PER_ITEM * tile_size;
+    block->weights = block->grad_q_tiles + TILES_PER_ITEM * tile_size;
+    block->grad_scores = block->weights + TILES_PER_ITEM * KEY_BLOCK * QUERY_TILE;
+    block->q = read_rows(c, &c->q, batch, head, row, ROWS_PER_ITEM, c->q_len, q);
+    block->grad_out = read_rows(c, &c->grad_out, batch, head, row, ROWS_PER_ITEM, c->q_len, grad_out);
+    memset(block->grad_q_tiles, 0, TILES_PER_ITEM * tile_size * sizeof(real));
+    memset(block->grad_decay, 0, sizeof block->grad_decay);
+    for (int p = 0; p < block->tile_count; p++) {
+        transpose_to_tile(block->q + p * tile_size, padded, block->q_tiles + p * tile_size);
+        transpose_to_tile(block->grad_out + p * tile_size, padded, block->grad_out_tiles + p * tile_size);
+        for (int i = 0; i < QUERY_TILE; i++) {
+            const int64_t tile_row = row + p * QUERY_TILE + i;
+            /* The log-sum-exp of padding rows is infinite, so that all their weights are 0. */
+            const int is_real_row = tile_row < c->q_len;
+            const double lse = is_real_row ? c->lse[head_start + tile_row] : INFINITY;
+            block->lse_high[p][i / LANES][i % LANES] = (real)lse;
+            block->lse_low[p][i / LANES][i % LANES] = is_real_row ? (real)(lse - (double)(real)lse) : 0;
+            block->grad_out_dot_out[p][i / LANES][i % LANES] =
+                is_real_row ? c->grad_out_dot_out[head_start + tile_row] : 0;
         }
     }
 }
 
-/* How many keys of a block, from `from` on, a panel met in the forward, rounded up to a multiple of four. */
-INLINE int keys_met(const Rows *rows, int p, int64_t start, int64_t from) {
-    return (int)blocks_of(larger_of(0, start + visible_keys(&rows->place[p], start) - from), 4) * 4;
+/* Return how many keys, from `first_key` on, a tile read of the block of keys that starts at `start`. The number is
+ * rounded up to a multiple of four. */
+INLINE int count_keys_read(const QueryBlock *block, int p, int64_t start, int64_t first_key) {
+    const int64_t end = start + count_visible_keys(&block->tiles[p], start);
+    return (int)blocks_of(larger_of(0, end - first_key), 4) * 4;
 }
 
-/* Weights P and score gradients dS of one panel on one block of keys. */
-static void panel_slants(const Call *c, int64_t batch, HeadBias bias, const Rows *rows, int p, const real *k,
-                         const real *v, int64_t start, int keys) {
+/* Compute the weights P and the score gradients dS of tile `p` for the keys from `start` on. */
+static void compute_grad_scores(const Call *c, int64_t batch, HeadBias bias, const QueryBlock *block, int p,
+                                const real *k, const real *v, int64_t start, int key_count) {
     const int padded = padded_dim(c);
-    real *weights = rows->weights + p * KEYS * PANEL, *slants = rows->slants + p * KEYS * PANEL;
-    panel_dots(rows->queries + p * padded * PANEL, k, padded, padded, keys, weights);
-    panel_dots(rows->grads + p * padded * PANEL, v, padded, padded, keys, slants);
-    add_bias(&rows->place[p], (real)c->scale, bias, start, keys, weights);
-    if (needs_hiding(c, &rows->place[p], start, keys)) hide(c, &rows->place[p], batch, start, keys, weights);
-    for (int j = 0; j < keys; j++)
-        for (int w = 0; w < WIDE; w++) {
-            const int64_t at = j * PANEL + w * LANES;
-            const vec weight = exp_below_zero((load(weights + at) - rows->lse[p][w]) - rows->rest[p][w]);
-            const vec slant = weight * (load(slants + at) - rows->inner[p][w]);
-            store(weights + at, weight);
-            store(slants + at, (vec)((ivec)slant & (weight != 0))); /* a hidden value's NaN stays hidden */
+    const QueryTile *tile = &block->tiles[p];
+    real *weights = block->weights + p * KEY_BLOCK * QUERY_TILE;
+    real *grad_scores = block->grad_scores + p * KEY_BLOCK * QUERY_TILE;
+    compute_dots(block->q_tiles + p * padded * QUERY_TILE, k, padded, padded, key_count, weights);
+    compute_dots(block->grad_out_tiles + p * padded * QUERY_TILE, v, padded, padded, key_count, grad_scores);
+    add_bias(tile, (real)c->scale, bias, start, key_count, weights);
+    if (needs_mask(c, tile, start, key_count)) mask_scores(c, tile, batch, start, key_count, weights);
+    for (int j = 0; j < key_count; j++)
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            const int64_t index = j * QUERY_TILE + w * LANES;
+            const vec weight = exp_below_zero((load(weights + index) - block->lse_high[p][w]) - block->lse_low[p][w]);
+            const vec grad_score = weight * (load(grad_scores + index) - block->grad_out_dot_out[p][w]);
+            store(weights + index, weight);
+            /* The gradient is 0 if the weight is 0, also if the value of the key is NaN. */
+            store(grad_scores + index, (vec)((ivec)grad_score & (weight != 0)));
         }
 }
 
-/* Adds a panel's score gradients up by distance; those that are hidden are zero. */
-static void add_tilts(const Panel *place, int64_t start, int keys, const real *slants, real *tilts) {
-    for (int j = 0; j < keys; j++)
-        for (int w = 0; w < WIDE; w++) {
-            real *at = tilts + MARGIN + place->lowest - (start + j) + w * LANES;
-            store(at, load(at) + load(slants + j * PANEL + w * LANES));
+/* Add the score gradients of a tile to the gradient of a distance table. The score gradients of hidden keys are 0. */
+static void add_table_gradient(const QueryTile *tile, int64_t start, int key_count, const real *grad_scores,
+                               real *grad_table) {
+    for (int j = 0; j < key_count; j++)
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            real *target = grad_table + TABLE_PADDING + tile->first_position - (start + j) + w * LANES;
+            store(target, load(target) + load(grad_scores + j * QUERY_TILE + w * LANES));
         }
 }
 
-/* Adds a panel's score gradients up by row and by key. */
-static void add_ticks(int keys, const real *slants, vec *rows, double *columns) {
-    for (int j = 0; j < keys; j++) {
+/* Add the score gradients of a tile to the sums of the rows and the sums of the columns. */
+static void add_decay_gradient(int key_count, const real *grad_scores, vec *row_sums, double *column_sums) {
+    for (int j = 0; j < key_count; j++) {
         vec column = {0};
-        for (int w = 0; w < WIDE; w++) {
-            const vec slant = load(slants + j * PANEL + w * LANES);
-            rows[w] += slant;
-            column += slant;
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            const vec grad_score = load(grad_scores + j * QUERY_TILE + w * LANES);
+            row_sums[w] += grad_score;
+            column += grad_score;
         }
-        columns[j] += sum_lanes(column);
+        column_sums[j] += sum_lanes(column);
     }
 }
 
-static void rows_meet_block(const Call *c, int64_t batch, int64_t head, Rows *rows, const Segment *own, int64_t start) {
+/* Compute the gradients of a block of queries and the block of keys that starts at `start`. */
+static void process_key_block(const Call *c, int64_t batch, int64_t head, QueryBlock *block, const KeyRange *range,
+                              int64_t start) {
     const int padded = padded_dim(c);
-    const int64_t size = padded * PANEL;
-    real *tilts = own->tilts ? own->tilts + head % (c->heads / c->kv_heads) * table_size(c) : NULL;
-    for (int p = 0; p < rows->count; p++) {
-        const int64_t from = larger_of(start, rows->first[p]), offset = (from - own->start) * padded;
-        const int keys = keys_met(rows, p, start, from);
-        if (!keys) continue;
-        const real *k = own->k + offset, *v = own->v + offset;
-        const real *weights = rows->weights + p * KEYS * PANEL, *slants = rows->slants + p * KEYS * PANEL;
-        panel_slants(c, batch, head_bias(c, batch, head), rows, p, k, v, from, keys);
-        if (tilts) add_tilts(&rows->place[p], from, keys, slants, tilts);
-        if (own->ticks) add_ticks(keys, slants, rows->ticks[p], own->ticks + (from - own->start));
-        panel_add(rows->grad_q + p * size, k, padded, padded, keys, slants);
-        rows_add(own->grad_v + offset, rows->grad + p * size, padded, keys, weights);
-        rows_add(own->grad_k + offset, rows->q + p * size, padded, keys, slants);
+    const int64_t tile_size = padded * QUERY_TILE, head_in_group = head % (c->heads / c->kv_heads);
+    real *grad_table = range->grad_table ? range->grad_table + head_in_group * padded_table_length(c) : NULL;
+    for (int p = 0; p < block->tile_count; p++) {
+        const int64_t first_key = larger_of(start, block->first_keys[p]);
+        const int64_t offset = (first_key - range->start) * padded;
+        const int key_count = count_keys_read(block, p, start, first_key);
+        if (!key_count) continue;
+        const real *k = range->k + offset, *v = range->v + offset;
+        const real *weights = block->weights + p * KEY_BLOCK * QUERY_TILE;
+        const real *grad_scores = block->grad_scores + p * KEY_BLOCK * QUERY_TILE;
+        compute_grad_scores(c, batch, bias_of_head(c, batch, head), block, p, k, v, first_key, key_count);
+        if (grad_table) add_table_gradient(&block->tiles[p], first_key, key_count, grad_scores, grad_table);
+        if (range->grad_decay)
+            add_decay_gradient(key_count, grad_scores, block->grad_decay[p],
+                               range->grad_decay + (first_key - range->start));
+        add_weighted_rows(block->grad_q_tiles + p * tile_size, k, padded, padded, key_count, grad_scores);
+        add_key_gradients(range->grad_v + offset, block->grad_out + p * tile_size, padded, key_count, weights);
+        add_key_gradients(range->grad_k + offset, block->q + p * tile_size, padded, key_count, grad_scores);
     }
 }
 
-/* grad_q is a plain tensor of reals: it is read and added to. */
-static void give_rows(const Call *c, int64_t batch, int64_t head, int64_t row, const Rows *rows) {
+/* Add the part of dQ of a block of queries, and the gradient of the decay of these queries. grad_q has the type
+ * `real`. */
+static void store_query_gradients(const Call *c, int64_t batch, int64_t head, int64_t row, const QueryBlock *block) {
     const int padded = padded_dim(c);
-    for (int p = 0; p < rows->count; p++)
-        for (int i = 0; i < rows->place[p].rows; i++) {
-            const Tensor *grad = &c->grad_q;
-            const int64_t token = row + p * PANEL + i;
-            real *to = (real *)grad->data + batch * grad->batch + head * grad->head + token * grad->token;
-            const real *from = rows->grad_q + p * padded * PANEL + i;
-            for (int t = 0; t < c->dim; t++) to[t] += (real)c->scale * from[t * PANEL];
-            if (c->clock)
-                c->grad_rows[(batch * c->heads + head) * c->q_len + token] += rows->ticks[p][i / LANES][i % LANES];
+    for (int p = 0; p < block->tile_count; p++)
+        for (int i = 0; i < block->tiles[p].row_count; i++) {
+            const Tensor *grad_q = &c->grad_q;
+            const int64_t token = row + p * QUERY_TILE + i;
+            const int64_t offset =
+                batch * grad_q->batch_stride + head * grad_q->head_stride + token * grad_q->token_stride;
+            real *target = (real *)grad_q->data + offset;
+            const real *source = block->grad_q_tiles + p * padded * QUERY_TILE + i;
+            for (int t = 0; t < c->dim; t++) target[t] += (real)c->scale * source[t * QUERY_TILE];
+            if (c->cumulative_decay) {
+                const int64_t query = (batch * c->heads + head) * c->q_len + token;
+                c->grad_decay_queries[query] += block->grad_decay[p][i / LANES][i % LANES];
+            }
         }
 }
 
-/* Which of a block's panels read the segment, in the forward; 0 when none did. */
-static int find_panels(const Call *c, int64_t batch, int64_t head, int64_t row, const Segment *own, Rows *rows) {
-    int found = 0;
-    rows->count = 0;
-    for (int64_t at = row; at < smaller_of(row + ROWS, c->q_len); at += PANEL) {
-        const int p = rows->count++;
-        place_panel(c, batch, at, &rows->place[p]);
-        rows->first[p] = c->first[(batch * c->heads + head) * panels_of(c) + at / PANEL];
-        found |= rows->first[p] < own->start + own->keys && rows->place[p].highest >= own->start;
+/* Initialize the tiles of a block of queries. Return whether some tile read a key of the range in the forward pass. */
+static int init_tiles(const Call *c, int64_t batch, int64_t head, int64_t row, const KeyRange *range,
+                      QueryBlock *block) {
+    int reads_range = 0;
+    block->tile_count = 0;
+    for (int64_t tile_row = row; tile_row < smaller_of(row + ROWS_PER_ITEM, c->q_len); tile_row += QUERY_TILE) {
+        const int p = block->tile_count++;
+        init_query_tile(c, batch, tile_row, &block->tiles[p]);
+        const int64_t tile_index = (batch * c->heads + head) * query_tile_count(c) + tile_row / QUERY_TILE;
+        block->first_keys[p] = c->first_keys[tile_index];
+        reads_range |= block->first_keys[p] < range->start + range->key_count &&
+                       block->tiles[p].last_position >= range->start;
     }
-    return found;
+    return reads_range;
 }
 
-/* The segment's share in the gradient of its heads' bias. */
-static void give_tilts(const Call *c, int64_t batch, int64_t first_head, const Segment *own) {
+/* Add the part of a key range to the gradient of the tables of its query heads. */
+static void store_table_gradients(const Call *c, int64_t batch, int64_t first_head, const KeyRange *range) {
     for (int64_t g = 0; g < c->heads / c->kv_heads; g++) {
-        double *to = c->grad_table + (batch * c->heads + first_head + g) * c->k_len;
-        const real *from = own->tilts + g * table_size(c) + MARGIN;
-        for (int64_t distance = 0; distance < c->k_len - own->start; distance++) to[distance] += from[distance];
+        double *target = c->grad_table + (batch * c->heads + first_head + g) * c->k_len;
+        const real *source = range->grad_table + g * padded_table_length(c) + TABLE_PADDING;
+        for (int64_t distance = 0; distance < c->k_len - range->start; distance++) target[distance] += source[distance];
     }
 }
 
-static void wait_for_earlier(atomic_int *progress, int64_t segment, int step) {
-    for (int64_t s = segment - 1; s >= 0; s--)
+/* Wait until the progress of all earlier key ranges is larger than `step`. */
+static void wait_for_earlier_ranges(atomic_int *progress, int64_t range_index, int step) {
+    for (int64_t s = range_index - 1; s >= 0; s--)
         while (atomic_load_explicit(&progress[s], memory_order_acquire) <= step) sched_yield();
 }
 
-/* One item: a stretch of keys of one key head, with all heads of its group. */
-static void backward_segment(void *context, int64_t item, void *memory) {
-    const Backward *backward = context;
+/* Compute one work item of the thread pool: a range of keys of one key head, with all query heads that share the key
+ * head.
+ *
+ * An item waits only for items with a smaller number. The thread pool starts the items in the order of their
+ * numbers. */
+static void backward_item(void *context, int64_t item, void *memory) {
+    const BackwardContext *backward = context;
     real *scratch = memory;
     const Call *c = backward->call;
     const int padded = padded_dim(c);
-    const int64_t pairs = c->batches * c->kv_heads, pair = item % pairs, segment = item / pairs;
-    const int64_t batch = pair / c->kv_heads, kv = pair % c->kv_heads, group = c->heads / c->kv_heads;
-    const int64_t blocks = blocks_of(c->q_len, ROWS);
-    atomic_int *progress = backward->progress + pair * backward->segments;
+    const int64_t pairs = c->batches * c->kv_heads, pair = item % pairs, range_index = item / pairs;
+    const int64_t batch = pair / c->kv_heads, kv = pair % c->kv_heads, heads_per_kv_head = c->heads / c->kv_heads;
+    const int64_t blocks_per_head = blocks_of(c->q_len, ROWS_PER_ITEM);
+    atomic_int *progress = backward->progress + pair * backward->range_count;
 
-    Segment own = {.start = segment * SEGMENT, .grad_k = scratch, .grad_v = scratch + SEGMENT * padded};
-    own.keys = smaller_of(SEGMENT, c->k_len - own.start);
-    real *k = own.grad_v + SEGMENT * padded, *v = k + SEGMENT * padded, *rest = v + SEGMENT * padded;
-    own.k = read_rows(c, &c->k, batch, kv, own.start, SEGMENT, c->k_len, k);
-    own.v = read_rows(c, &c->v, batch, kv, own.start, SEGMENT, c->k_len, v);
-    memset(own.grad_k, 0, 2 * SEGMENT * padded * sizeof(real));
+    KeyRange range = {.start = range_index * RANGE_KEYS, .grad_k = scratch, .grad_v = scratch + RANGE_KEYS * padded};
+    range.key_count = smaller_of(RANGE_KEYS, c->k_len - range.start);
+    real *k = range.grad_v + RANGE_KEYS * padded, *v = k + RANGE_KEYS * padded, *rest = v + RANGE_KEYS * padded;
+    range.k = read_rows(c, &c->k, batch, kv, range.start, RANGE_KEYS, c->k_len, k);
+    range.v = read_rows(c, &c->v, batch, kv, range.start, RANGE_KEYS, c->k_len, v);
+    memset(range.grad_k, 0, 2 * RANGE_KEYS * padded * sizeof(real)); /* grad_v follows grad_k in memory */
     if (c->grad_table) {
-        own.tilts = rest;
-        rest += group * table_size(c);
-        memset(own.tilts, 0, group * table_size(c) * sizeof(real));
+        range.grad_table = rest;
+        rest += heads_per_kv_head * padded_table_length(c);
+        memset(range.grad_table, 0, heads_per_kv_head * padded_table_length(c) * sizeof(real));
     }
 
-    Rows rows;
-    double ticks[SEGMENT];
-    own.ticks = c->clock ? ticks : NULL;
-    for (int64_t g = 0; g < group; g++) {
-        memset(ticks, 0, sizeof ticks);
-        for (int64_t block = larger_of(0, own.start - position(c, 0)) / ROWS; block < blocks; block++) {
-            const int64_t head = kv * group + g, row = block * ROWS, step = g * blocks + block;
-            if (!find_panels(c, batch, head, row, &own, &rows)) continue;
-            take_rows(c, batch, head, row, &rows, rest);
-            for (int64_t start = own.start; start < own.start + own.keys; start += KEYS)
-                rows_meet_block(c, batch, head, &rows, &own, start);
-            wait_for_earlier(progress, segment, (int)step);
-            give_rows(c, batch, head, row, &rows);
-            atomic_store_explicit(&progress[segment], (int)step + 1, memory_order_release);
+    QueryBlock query_block;
+    double grad_decay[RANGE_KEYS];
+    range.grad_decay = c->cumulative_decay ? grad_decay : NULL;
+    /* Queries before this block see no key of the range. */
+    const int64_t first_block = larger_of(0, range.start - position_of_row(c, 0)) / ROWS_PER_ITEM;
+    for (int64_t g = 0; g < heads_per_kv_head; g++) {
+        const int64_t head = kv * heads_per_kv_head + g;
+        memset(grad_decay, 0, sizeof grad_decay);
+        for (int64_t block = first_block; block < blocks_per_head; block++) {
+            const int64_t row = block * ROWS_PER_ITEM, step = g * blocks_per_head + block;
+            if (!init_tiles(c, batch, head, row, &range, &query_block)) continue;
+            load_query_block(c, batch, head, row, &query_block, rest);
+            for (int64_t start = range.start; start < range.start + range.key_count; start += KEY_BLOCK)
+                process_key_block(c, batch, head, &query_block, &range, start);
+            wait_for_earlier_ranges(progress, range_index, (int)step);
+            store_query_gradients(c, batch, head, row, &query_block);
+            atomic_store_explicit(&progress[range_index], (int)step + 1, memory_order_release);
         }
-        for (int64_t j = 0; c->clock && j < own.keys; j++)
-            c->grad_keys[(batch * c->heads + kv * group + g) * c->k_len + own.start + j] = -ticks[j];
+        for (int64_t j = 0; c->cumulative_decay && j < range.key_count; j++)
+            c->grad_decay_keys[(batch * c->heads + head) * c->k_len + range.start + j] = -grad_decay[j];
     }
     if (c->grad_table) {
-        wait_for_earlier(progress, segment, FINISHED - 1);
-        give_tilts(c, batch, kv * group, &own);
+        wait_for_earlier_ranges(progress, range_index, FINISHED - 1);
+        store_table_gradients(c, batch, kv * heads_per_kv_head, &range);
     }
-    atomic_store_explicit(&progress[segment], FINISHED, memory_order_release);
-    for (int64_t j = 0; j < own.keys; j++) {
-        for (int t = 0; t < c->dim; t++) own.grad_k[j * padded + t] *= (real)c->scale;
-        write_row(c, row_at(c, &c->grad_k, batch, kv, own.start + j), own.grad_k + j * padded);
-        write_row(c, row_at(c, &c->grad_v, batch, kv, own.start + j), own.grad_v + j * padded);
+    atomic_store_explicit(&progress[range_index], FINISHED, memory_order_release);
+    for (int64_t j = 0; j < range.key_count; j++) {
+        for (int t = 0; t < c->dim; t++) range.grad_k[j * padded + t] *= (real)c->scale;
+        write_row(c, row_address(c, &c->grad_k, batch, kv, range.start + j), range.grad_k + j * padded);
+        write_row(c, row_address(c, &c->grad_v, batch, kv, range.start + j), range.grad_v + j * padded);
     }
 }
 
-/* inner = grad_out . out, a row at a time. */
-static void inner_products(void *context, int64_t item, void *memory) {
-    const Call *c = ((const Backward *)context)->call;
-    real *out = memory, *grad = out + padded_dim(c);
+/* Compute the dot product of each row of grad_out and out, for one head. This is one work item of the thread pool. */
+static void grad_out_dot_out_item(void *context, int64_t item, void *memory) {
+    const Call *c = ((const BackwardContext *)context)->call;
+    real *out = memory, *grad_out = out + padded_dim(c);
     for (int64_t i = 0; i < c->q_len; i++) {
-        read_row(c, row_at(c, &c->out, item / c->heads, item % c->heads, i), out);
-        read_row(c, row_at(c, &c->grad_out, item / c->heads, item % c->heads, i), grad);
-        double sum[4] = {0}; /* dP - inner cancels where one weight is near 1, so this one's rounding counts */
-        for (int t = 0; t < c->dim; t++) sum[t % 4] += (double)out[t] * grad[t];
-        c->inner[item * c->q_len + i] = (real)((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        read_row(c, row_address(c, &c->out, item / c->heads, item % c->heads, i), out);
+        read_row(c, row_address(c, &c->grad_out, item / c->heads, item % c->heads, i), grad_out);
+        /* If a weight is near 1, dP - dO.O is a difference of similar numbers, so dO.O is computed in double
+         * precision. */
+        double sum[4] = {0};
+        for (int t = 0; t < c->dim; t++) sum[t % 4] += (double)out[t] * grad_out[t];
+        c->grad_out_dot_out[item * c->q_len + i] = (real)((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
 }
 

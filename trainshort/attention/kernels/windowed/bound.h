@@ -1,26 +1,32 @@
-/* How much softmax mass the keys before a block boundary can carry at most, for every boundary, in O(length * dim).
+/* An upper bound on the softmax mass of all keys before a block boundary, for every query and every boundary.
  *
- * Every key k_j has a nearest centre c(j), one of a few dozen vectors, and every query q a nearest one u of its own. With
- * r_j = k_j - c(j), for a query at position i every score is
+ * Every key k_j has a nearest key centroid c(j), one of a few dozen vectors. Every query q has a nearest query
+ * centroid u. With r_j = k_j - c(j), the score of a query at position i is bounded by
  *
  *     q.k_j - m(i - j)  =  q.c(j) + u.r_j + (q - u).r_j - m(i - j)
  *                       <=  q.c(j) + u.r_j + |q - u| |r_j| - m(i - j)                                (Cauchy-Schwarz)
  *
- * so the keys before boundary B together weigh at most  sum over c of exp( q.c - m(i - B) + tail(B, c, u, |q - u|) )  with
+ * The factor 1/sqrt(d) is left out in this comment. The sum of exp(score) over all keys before the boundary B is
+ * therefore at most
+ *
+ *     sum over c of exp( q.c - m(i - B) + tail(B, c, u, |q - u|) )        with
  *
  *     tail(B, c, u, D) = log sum_{j < B, c(j) = c} exp( u.r_j + D |r_j| - m(B - j) )
  *
- * (1/sqrt(d) left out here). What is not known of a score is the product of two clusters' sizes. This sum over the real
- * norms holds for any slope, and one huge key counts only at its own distance. `tail` obeys a recursion over blocks and is
- * convex in D, so the chord between its values at the smallest and at the largest D of all queries lies above it: two
- * numbers a boundary, key centre and query centre serve every query.
- * A clock takes the place of the slope: m(i - j) becomes clock[j] - clock[i], m(B - j) becomes clock[j] - clock[B]. It may
- * rise as well as fall; one that falls lets more be skipped.
- * A table by distance has no such recursion, since its bias from a key to a boundary says nothing about a row. There every
- * key before B counts with the largest value of the table that lies as far away or farther, ceiling[i - B + 1] in place of
- * -m(i - B), and the tails are those of m = 0. The table itself may rise and fall; its value at the boundary would be no
- * bound.
- * A key or value that is not finite makes every later tail infinite: rows that see it never skip it.
+ * - The unknown part of a score, (q - u).r_j, is bounded by the product of two distances within clusters.
+ * - The bound is valid for every slope m. A single key with a large norm counts only at its own distance.
+ * - The tail at one boundary follows from the tail at the previous boundary, so the cost is O(length * dim).
+ * - The tail is convex in D. Let D range from the smallest to the largest |q - u| of all queries. The straight line
+ *   between the tails at both ends (the chord) lies above the tail. Two numbers for each B, c and u therefore serve
+ *   all queries.
+ *
+ * With a cumulative log decay, m(i - j) becomes decay[j] - decay[i], and m(B - j) becomes decay[j] - decay[B]. The
+ * values may rise and fall. Keys can be skipped where the values fall.
+ *
+ * A distance table has no recursion from one boundary to the next. Let M(t) be the largest value of the table at
+ * distance t or farther. M(i - B + 1) takes the place of -m(i - B), and the tails are the tails for m = 0.
+ *
+ * A key or value that is infinite or NaN makes all later tails infinite, so no query that sees the key skips the key.
  */
 #ifndef TRAINSHORT_BOUND_H
 #define TRAINSHORT_BOUND_H
@@ -28,38 +34,49 @@
 #include "centroids.h"
 
 enum {
-    MOST_CELLS = 2 * QUERY_CENTRES,
-    WORTH_IT = 3, /* blocks of keys from which on a bound can save more than it costs */
+    /* The largest number of tails for one boundary and one key centroid: two for each query centroid. */
+    MAX_CELLS = 2 * QUERY_CENTROIDS,
+    /* With fewer blocks of keys, computing the bound takes longer than the attention of the skipped keys. */
+    MIN_BLOCKS_FOR_BOUND = 3,
 };
 
+/* The bound of one head, for all its queries. */
 typedef struct {
-    real nearest_query, furthest_query; /* the smallest and the largest distance of a query from its centre */
-    real longest;      /* of the query norms */
+    int exists;                      /* without a bound, no key is skipped */
+    int is_steep;                    /* the bias falls so fast that a window can end within the diagonal block */
+
+    /* The bias. `slope` is used only if both pointers are NULL. */
     real slope;
-    const double *clock; /* in place of the slope, or NULL */
-    const real *ceiling; /* likewise, of a table */
-    real slack;        /* covers the rounding of the bound itself, so that it stays a bound */
-    real largest;      /* of the key norms, times scale */
-    real *tail;        /* (key blocks + 1, centres, cells) */
-    Centres centres;   /* of the keys */
-    Centres queries;
-    real *products;    /* (centres, query centres) of the two */
-    uint8_t *own;      /* (queries) each query's nearest centre */
-    real *apart;       /* (queries) and its distance from it, rounded up; NaN where it is not finite */
-    uint8_t *nearest;  /* (key blocks * KEYS) each key's nearest centre */
-    real *reach;       /* (key blocks * KEYS) and its distance from it, times scale, rounded up */
-    uint8_t *faulty;   /* (key blocks) whether a value (or where there is a bound, a key) is not finite */
-    int steep;         /* whether the window is so short that parts of a block count */
-    int known;         /* whether there is a bound at all; without it nothing is skipped */
+    const double *cumulative_decay;
+    const real *table_suffix_max;    /* M(t) above */
+
+    /* The queries. */
+    Centroids query_centroids;       /* u above */
+    uint8_t *nearest_query_centroid; /* (queries) */
+    real *query_distance;            /* (queries) |q - u|, rounded up; NaN if the query is not finite */
+    real min_query_distance, max_query_distance;
+    real max_query_norm;
+
+    /* The keys. */
+    Centroids key_centroids;         /* c above */
+    uint8_t *nearest_key_centroid;   /* (key blocks * KEY_BLOCK) */
+    real *key_distance;              /* (key blocks * KEY_BLOCK) |r_j| * scale, rounded up */
+    real max_key_norm;               /* multiplied by scale */
+    uint8_t *is_faulty;              /* (key blocks) whether a value is not finite; with a bound, also for keys */
+
+    real *centroid_products;         /* (key centroids, query centroids) dot products */
+    real *tails;                     /* (key blocks + 1, key centroids, cells) */
+    real rounding_margin;            /* covers the rounding errors when the bound is evaluated */
 } Bound;
 
-INLINE int64_t key_blocks(const Call *c) { return blocks_of(c->k_len, KEYS); }
+INLINE int64_t key_block_count(const Call *c) { return blocks_of(c->k_len, KEY_BLOCK); }
 
-/* Tails of one boundary and one centre of the keys: for each centre of the queries at the smallest D, then at the largest. */
-INLINE int cells_of(const Bound *bound) { return 2 * bound->queries.count; }
+/* The number of tails for one boundary and one key centroid. The first half holds the tails of all query centroids at
+ * the smallest D, and the second half holds the tails at the largest D. */
+INLINE int cell_count(const Bound *bound) { return 2 * bound->query_centroids.count; }
 
-/* How far a computed norm or product of `dim` terms can be off, relative to the norms. */
-INLINE real rounding(int64_t dim) { return (real)((dim + 8) * 2.4e-7); }
+/* An upper bound on the relative rounding error of a norm or a dot product of `dim` terms. */
+INLINE real relative_rounding_error(int64_t dim) { return (real)((dim + 8) * 2.4e-7); }
 
 static real squared_distance(const real *x, const real *y, int padded) {
     vec even = {0}, odd = {0};
@@ -71,252 +88,284 @@ static real squared_distance(const real *x, const real *y, int padded) {
     return sum_lanes(even + odd);
 }
 
-/* Each query's nearest centre and its distance from it; the smallest and the largest of these, and the longest query. */
-static void place_queries(const Call *c, int64_t batch, int64_t head, Bound *bound, real *rows, real *scratch) {
+/* Find the nearest query centroid of each query, the distances to the centroids, and the largest norm of a query. */
+static void assign_queries(const Call *c, int64_t batch, int64_t head, Bound *bound, real *rows, real *scratch) {
     const int padded = padded_dim(c);
-    real *panel = scratch, *dots = panel + padded * PANEL;
-    const int clustered = bound->queries.count == QUERY_CENTRES;
-    bound->nearest_query = INFINITY, bound->furthest_query = 0;
-    memset(bound->own, 0, panels_of(c) * PANEL);
-    for (int64_t start = 0; start < c->q_len; start += PANEL) {
-        const real *q = read_rows(c, &c->q, batch, head, start, PANEL, c->q_len, rows);
-        if (clustered) {
-            to_panel(q, padded, panel);
-            nearest_centres(&bound->queries, panel, padded, dots, bound->own + start);
+    real *tile = scratch, *dots = tile + padded * QUERY_TILE;
+    const Centroids *centroids = &bound->query_centroids;
+    const int has_centroids = centroids->count == QUERY_CENTROIDS;
+    bound->min_query_distance = INFINITY, bound->max_query_distance = 0;
+    memset(bound->nearest_query_centroid, 0, query_tile_count(c) * QUERY_TILE);
+    for (int64_t start = 0; start < c->q_len; start += QUERY_TILE) {
+        const real *q = read_rows(c, &c->q, batch, head, start, QUERY_TILE, c->q_len, rows);
+        if (has_centroids) {
+            transpose_to_tile(q, padded, tile);
+            find_nearest_centroids(centroids, tile, padded, dots, bound->nearest_query_centroid + start);
         }
-        for (int i = 0; i < PANEL; i++) {
-            const int u = bound->own[start + i];
-            const real square = squared_distance(q + i * padded, bound->queries.rows + u * padded, padded);
-            const real apart = (real)sqrt(square) * (1 + rounding(c->dim)), norm = apart + (real)sqrt(2 * bound->queries.halves[u]);
-            bound->apart[start + i] = apart;
-            if (start + i >= c->q_len || !isfinite(norm)) continue; /* a row that is not finite skips nothing */
-            if (norm > bound->longest) bound->longest = norm;
-            if (apart < bound->nearest_query) bound->nearest_query = apart;
-            if (apart > bound->furthest_query) bound->furthest_query = apart;
+        for (int i = 0; i < QUERY_TILE; i++) {
+            const int u = bound->nearest_query_centroid[start + i];
+            const real square = squared_distance(q + i * padded, centroids->vectors + u * padded, padded);
+            const real distance = (real)sqrt(square) * (1 + relative_rounding_error(c->dim));
+            const real norm = distance + (real)sqrt(2 * centroids->half_squared_norms[u]);
+            bound->query_distance[start + i] = distance;
+            /* Queries that are not finite skip nothing, so they need no bound. */
+            if (start + i >= c->q_len || !isfinite(norm)) continue;
+            if (norm > bound->max_query_norm) bound->max_query_norm = norm;
+            if (distance < bound->min_query_distance) bound->min_query_distance = distance;
+            if (distance > bound->max_query_distance) bound->max_query_distance = distance;
         }
     }
-    if (bound->nearest_query > bound->furthest_query) bound->nearest_query = bound->furthest_query;
+    if (bound->min_query_distance > bound->max_query_distance) bound->min_query_distance = bound->max_query_distance;
 }
 
-/* Centres of the queries where these lie in clusters, side by side in a panel too; the first one is zero, the nearest of
- * queries in no clusters. Elsewhere there are zeros only. */
-static void find_queries(const Call *c, int64_t batch, int64_t head, Bound *bound, real *panel, real *rows, real *scratch) {
-    const int padded = padded_dim(c), most = most_query_centres(c);
-    const Crowd crowd = {&c->q, batch, head, c->q_len};
-    const int clustered =
-        !bound->steep && most == QUERY_CENTRES && find_centres(c, &crowd, most, &bound->queries, scratch) < (real)CLUSTERED;
-    const int count = clustered ? most : NO_QUERY_CENTRES, zeros = clustered ? 1 : count;
-    bound->queries.count = count;
-    memset(bound->queries.rows, 0, zeros * padded * sizeof(real));
-    memset(bound->queries.halves, 0, zeros * sizeof(real));
-    place_queries(c, batch, head, bound, rows, scratch);
-    memset(panel, 0, padded * PANEL * sizeof(real));
+/* Find the query centroids, assign the queries to them, and compute the dot products of key and query centroids.
+ *
+ * If the queries lie in clusters, the centroid 0 is replaced by zeros, for queries that lie in no cluster. Otherwise
+ * all query centroids are zeros. `tile` receives the query centroids as [dim][centroid]. */
+static void find_query_centroids(const Call *c, int64_t batch, int64_t head, Bound *bound, real *tile, real *rows,
+                                 real *scratch) {
+    const int padded = padded_dim(c), most = max_query_centroids(c);
+    const HeadTokens queries = {&c->q, batch, head, c->q_len};
+    const int are_clustered =
+        !bound->is_steep && most == QUERY_CENTROIDS &&
+        find_centroids(c, &queries, most, &bound->query_centroids, scratch) < (real)MAX_CLUSTER_SPREAD;
+    const int count = are_clustered ? most : ZERO_QUERY_CENTROIDS, zeros = are_clustered ? 1 : count;
+    bound->query_centroids.count = count;
+    memset(bound->query_centroids.vectors, 0, zeros * padded * sizeof(real));
+    memset(bound->query_centroids.half_squared_norms, 0, zeros * sizeof(real));
+    assign_queries(c, batch, head, bound, rows, scratch);
+    memset(tile, 0, padded * QUERY_TILE * sizeof(real));
     for (int u = 0; u < count; u++)
-        for (int t = 0; t < padded; t++) panel[t * PANEL + u] = bound->queries.rows[u * padded + t];
-    panel_dots(panel, bound->centres.rows, padded, padded, bound->centres.count, scratch);
-    for (int n = 0; n < bound->centres.count; n++)
-        memcpy(bound->products + n * count, scratch + n * PANEL, count * sizeof(real));
+        for (int t = 0; t < padded; t++) tile[t * QUERY_TILE + u] = bound->query_centroids.vectors[u * padded + t];
+    compute_dots(tile, bound->key_centroids.vectors, padded, padded, bound->key_centroids.count, scratch);
+    for (int n = 0; n < bound->key_centroids.count; n++)
+        memcpy(bound->centroid_products + n * count, scratch + n * QUERY_TILE, count * sizeof(real));
 }
 
-/* 0 where a value is finite, NaN where one is not. */
-static real fault_of(const real *row, int padded) {
+/* Return 0 if all values of a row are finite, and NaN otherwise. */
+static real nan_if_not_finite(const real *row, int padded) {
     vec zero = {0};
     for (int t = 0; t < padded; t += LANES) zero += load(row + t) * 0;
     return sum_lanes(zero);
 }
 
-/* What the clock shows at a boundary between blocks of keys; there is no key behind the last one. */
-INLINE double clock_at(const Call *c, const Bound *bound, int64_t block) {
-    return bound->clock[smaller_of(block * KEYS, c->k_len - 1)];
+/* Return the cumulative log decay at the start of a block of keys. After the last block, there is no such key, and the
+ * value of the last key is returned. */
+INLINE double decay_at_boundary(const Call *c, const Bound *bound, int64_t block) {
+    return bound->cumulative_decay[smaller_of(block * KEY_BLOCK, c->k_len - 1)];
 }
 
-/* Nats that a head loses over a block of keys, on average. */
-static double typical_fall(const Call *c, int64_t batch, int64_t head) {
-    const double *clock = head_bias(c, batch, head).clock;
-    return KEYS * (clock ? (clock[0] - clock[c->k_len - 1]) / (double)c->k_len : c->slopes[head]);
+/* Return by how much the bias of a head falls over a block of keys, on average. */
+static double mean_drop_per_block(const Call *c, int64_t batch, int64_t head) {
+    const double *decay = bias_of_head(c, batch, head).cumulative_decay;
+    return KEY_BLOCK * (decay ? (decay[0] - decay[c->k_len - 1]) / (double)c->k_len : c->slopes[head]);
 }
 
-/* How far the bias goes up and down in all: sums of it are rounded at this size. */
-static double whole_way(const Call *c, const Bound *bound) {
-    if (!bound->clock) return fabs((double)bound->slope) * (double)c->k_len;
-    double way = 0;
-    for (int64_t t = 1; t < c->k_len; t++) way += fabs(bound->clock[t] - bound->clock[t - 1]);
-    return way;
+/* Return the sum of all changes of the bias from one key to the next. Rounding errors of the tails have this order. */
+static double total_variation(const Call *c, const Bound *bound) {
+    const double *decay = bound->cumulative_decay;
+    if (!decay) return fabs((double)bound->slope) * (double)c->k_len;
+    double variation = 0;
+    for (int64_t t = 1; t < c->k_len; t++) variation += fabs(decay[t] - decay[t - 1]);
+    return variation;
 }
 
-/* Whether a table falls so far over half of the keys that the bound is worth finding: no question of soundness. */
-static int falls_enough(const Call *c, const real *ceiling) {
-    return ceiling[c->k_len / 2] + log((double)c->k_len) <= ceiling[0] + log(c->tolerance);
+/* Return whether a table falls so far over half of the keys that the bound can save work. */
+static int falls_far_enough(const Call *c, const real *table_suffix_max) {
+    const real middle = table_suffix_max[c->k_len / 2];
+    return middle + log((double)c->k_len) <= table_suffix_max[0] + log(c->tolerance);
 }
 
-/* One block's keys as seen from the boundary behind it: the bias of a query that stands there, and with it the exponents
- * of each tail; and the bias from that boundary to the one before. */
+/* The keys of one block, seen from the boundary B after the block. */
 typedef struct {
-    const uint8_t *nearest;
-    real bias[KEYS], across;
-    real exponents[KEYS * MOST_CELLS];
+    const uint8_t *nearest_centroid;
+    real bias[KEY_BLOCK];                    /* -m(B - j) of each key */
+    real bias_across;                        /* the bias from B to the boundary before the block */
+    real exponents[KEY_BLOCK * MAX_CELLS];   /* the exponent of each key in each cell of its centroid's tail */
 } BlockKeys;
 
-static void bias_of_block(const Call *c, const Bound *bound, int64_t block, BlockKeys *keys) {
-    if (!bound->clock) {
-        for (int j = 0; j < KEYS; j++) keys->bias[j] = -bound->slope * (real)(KEYS - j);
-        keys->across = -bound->slope * KEYS;
+/* Fill in the biases of a block of keys. */
+static void compute_block_bias(const Call *c, const Bound *bound, int64_t block, BlockKeys *keys) {
+    if (!bound->cumulative_decay) {
+        for (int j = 0; j < KEY_BLOCK; j++) keys->bias[j] = -bound->slope * (real)(KEY_BLOCK - j);
+        keys->bias_across = -bound->slope * KEY_BLOCK;
         return;
     }
-    const double behind = clock_at(c, bound, block + 1);
-    for (int j = 0; j < KEYS; j++)
-        keys->bias[j] = (real)(behind - bound->clock[smaller_of(block * KEYS + j, c->k_len - 1)]);
-    keys->across = (real)(behind - clock_at(c, bound, block));
+    const double at_end = decay_at_boundary(c, bound, block + 1);
+    for (int j = 0; j < KEY_BLOCK; j++) {
+        const int64_t key = smaller_of(block * KEY_BLOCK + j, c->k_len - 1);
+        keys->bias[j] = (real)(at_end - bound->cumulative_decay[key]);
+    }
+    keys->bias_across = (real)(at_end - decay_at_boundary(c, bound, block));
 }
 
-/* Notes a key's distance from its centre, and its exponent in each of that centre's tails. `dots` are its products with the
- * queries' centres. Every product is rounded, by no more than `error` of the norms: q.c, u.k_j and u.c in a score, with |u|
- * and |q| at most `longest`. Returns 0, or NaN when something is not finite. */
-static real place_key(const Call *c, Bound *bound, int64_t key, const real *k, real bias, const real *dots,
-                      real *exponents) {
-    const int padded = padded_dim(c), n = bound->nearest[key], count = bound->queries.count;
-    const real error = rounding(c->dim), scale = (real)c->scale;
-    const real from_origin = (real)sqrt(2 * bound->centres.halves[n]);
-    const real distance = (real)sqrt(squared_distance(k, bound->centres.rows + n * padded, padded)) * (1 + error);
-    const real doubt = error * bound->longest * (3 * from_origin + distance) * scale;
-    const real reach = (distance + 2 * error * from_origin) * scale, size = (from_origin + distance) * scale;
-    bound->reach[key] = reach;
-    if (size > bound->largest && isfinite(size)) bound->largest = size;
-    real fault = reach * 0;
+/* Compute the distance of a key to its centroid, and the exponents of the key in the tails of its centroid.
+ *
+ * `dots` are the dot products of the key with the query centroids. The distance and the exponents are increased by the
+ * largest possible rounding error of q.c, u.k_j and u.c. Returns 0, or NaN if a number is not finite. */
+static real assign_key(const Call *c, Bound *bound, int64_t key, const real *k, real bias, const real *dots,
+                       real *exponents) {
+    const int padded = padded_dim(c), n = bound->nearest_key_centroid[key], count = bound->query_centroids.count;
+    const real error = relative_rounding_error(c->dim), scale = (real)c->scale;
+    const real centroid_norm = (real)sqrt(2 * bound->key_centroids.half_squared_norms[n]);
+    const real square = squared_distance(k, bound->key_centroids.vectors + n * padded, padded);
+    const real distance = (real)sqrt(square) * (1 + error);
+    /* |u| and |q| are at most max_query_norm. */
+    const real product_error = error * bound->max_query_norm * (3 * centroid_norm + distance) * scale;
+    const real scaled_distance = (distance + 2 * error * centroid_norm) * scale;
+    const real scaled_norm = (centroid_norm + distance) * scale;
+    bound->key_distance[key] = scaled_distance;
+    if (scaled_norm > bound->max_key_norm && isfinite(scaled_norm)) bound->max_key_norm = scaled_norm;
+    real fault = scaled_distance * 0;
     for (int u = 0; u < count; u++) {
-        const real inner = (dots[u] - bound->products[n * count + u]) * scale + (bias + doubt);
-        exponents[u] = inner + bound->nearest_query * reach;
-        exponents[count + u] = inner + bound->furthest_query * reach;
-        fault += inner * 0;
+        const real product = (dots[u] - bound->centroid_products[n * count + u]) * scale; /* u.r_j */
+        const real exponent = product + (bias + product_error);
+        exponents[u] = exponent + bound->min_query_distance * scaled_distance;
+        exponents[count + u] = exponent + bound->max_query_distance * scaled_distance;
+        fault += exponent * 0;
     }
     return fault;
 }
 
-/* `panel` holds the queries' centres. Returns 0, or NaN when something about the block's keys is not finite. */
-static real place_keys(const Call *c, Bound *bound, int64_t block, const real *k, const real *panel, BlockKeys *keys,
-                       real *scratch) {
-    static const int starts[] = {0, PANEL, KEYS - PANEL}; /* panels that cover a block; the last two overlap */
-    const int padded = padded_dim(c), cells = cells_of(bound);
-    real *dots = scratch + padded * PANEL, fault = 0;
-    keys->nearest = bound->nearest + block * KEYS;
+/* Find the nearest centroid of each key of a block, and compute all exponents.
+ *
+ * `query_centroid_tile` holds the query centroids as [dim][centroid]. Returns 0, or NaN if a key is not finite. */
+static real assign_keys(const Call *c, Bound *bound, int64_t block, const real *k, const real *query_centroid_tile,
+                        BlockKeys *keys, real *scratch) {
+    /* Three tiles cover the 64 keys of a block. The last two tiles overlap. */
+    static const int tile_starts[] = {0, QUERY_TILE, KEY_BLOCK - QUERY_TILE};
+    const int padded = padded_dim(c), cells = cell_count(bound);
+    real *dots = scratch + padded * QUERY_TILE, fault = 0;
+    keys->nearest_centroid = bound->nearest_key_centroid + block * KEY_BLOCK;
     for (int p = 0; p < 3; p++) {
-        to_panel(k + starts[p] * padded, padded, scratch);
-        nearest_centres(&bound->centres, scratch, padded, dots, bound->nearest + block * KEYS + starts[p]);
+        transpose_to_tile(k + tile_starts[p] * padded, padded, scratch);
+        uint8_t *nearest = bound->nearest_key_centroid + block * KEY_BLOCK + tile_starts[p];
+        find_nearest_centroids(&bound->key_centroids, scratch, padded, dots, nearest);
     }
-    if (bound->queries.count == QUERY_CENTRES)
-        panel_dots(panel, k, padded, padded, KEYS, dots);
+    if (bound->query_centroids.count == QUERY_CENTROIDS)
+        compute_dots(query_centroid_tile, k, padded, padded, KEY_BLOCK, dots);
     else
-        memset(dots, 0, KEYS * PANEL * sizeof(real));
-    for (int j = 0; j < KEYS; j++)
-        fault += place_key(c, bound, block * KEYS + j, k + j * padded, keys->bias[j], dots + j * PANEL,
-                           keys->exponents + j * cells);
+        memset(dots, 0, KEY_BLOCK * QUERY_TILE * sizeof(real));
+    for (int j = 0; j < KEY_BLOCK; j++)
+        fault += assign_key(c, bound, block * KEY_BLOCK + j, k + j * padded, keys->bias[j], dots + j * QUERY_TILE,
+                            keys->exponents + j * cells);
     return fault;
 }
 
-/* tail(B + KEYS) from tail(B): all change by the bias of KEYS tokens, and the block's own keys come in. Each step is
- * rounded up by more than it can be off, so that the bound stays one over any number of blocks. */
-static void advance_tail(const Bound *bound, const BlockKeys *keys, const real *before, real *after) {
-    const int count = bound->centres.count, cells = cells_of(bound);
+/* Compute the tails at the boundary after a block from the tails at the boundary before the block.
+ *
+ * All tails change by the bias across the block, and the keys of the block are added. Each step is rounded up by more
+ * than its rounding error, so that the tails are upper bounds after any number of blocks. */
+static void advance_tails(const Bound *bound, const BlockKeys *keys, const real *before, real *after) {
+    const int count = bound->key_centroids.count, cells = cell_count(bound);
     for (int cell = 0; cell < cells; cell += LANES) {
-        vec top[MOST_CENTRES], sum[MOST_CENTRES];
-        uint8_t gains[MOST_CENTRES] = {0};
+        vec top[MAX_CENTROIDS], sum[MAX_CENTROIDS]; /* the largest exponent, and the sum of exp(exponent - top) */
+        uint8_t has_keys[MAX_CENTROIDS] = {0};
         for (int n = 0; n < count; n++) {
             const vec old = load(before + n * cells + cell);
-            const vec size = larger(old, -old);
-            top[n] = old + keys->across + (size + 32) * (real)2.4e-7;
+            const vec magnitude = larger(old, -old);
+            top[n] = old + keys->bias_across + (magnitude + 32) * (real)2.4e-7;
             store(after + n * cells + cell, top[n]);
         }
-        for (int j = 0; j < KEYS; j++) {
-            const int n = keys->nearest[j];
+        for (int j = 0; j < KEY_BLOCK; j++) {
+            const int n = keys->nearest_centroid[j];
             top[n] = larger(load(keys->exponents + j * cells + cell), top[n]);
         }
-        for (int j = 0; j < KEYS; j++) {
-            const int n = keys->nearest[j];
-            if (!gains[n]) sum[n] = exp_below_zero(load(after + n * cells + cell) - top[n]);
+        for (int j = 0; j < KEY_BLOCK; j++) {
+            const int n = keys->nearest_centroid[j];
+            if (!has_keys[n]) sum[n] = exp_below_zero(load(after + n * cells + cell) - top[n]);
             sum[n] += exp_below_zero(load(keys->exponents + j * cells + cell) - top[n]);
-            gains[n] = 1;
+            has_keys[n] = 1;
         }
         for (int n = 0; n < count; n++)
-            if (gains[n]) store(after + n * cells + cell, top[n] + log_above_zero(sum[n]));
+            if (has_keys[n]) store(after + n * cells + cell, top[n] + log_above_zero(sum[n]));
     }
 }
 
-/* Reals of scratch that `build_bound` needs: keys and values of a block, a panel of centres, and whichever needs more of
- * finding the centres and finding the nearest one. */
-INLINE size_t bound_scratch(const Call *c) {
-    const size_t padded = padded_dim(c), nearest = (padded + larger_of(most_centres(c), KEYS)) * PANEL;
-    return (2 * KEYS + PANEL) * padded + larger_of(centres_scratch(c), nearest);
+/* The scratch memory of `build_bound`, in reals: the keys and values of a block, a tile of query centroids, and the
+ * larger one of the memory for finding the centroids and for finding the nearest centroids. */
+INLINE size_t bound_scratch_size(const Call *c) {
+    const size_t padded = padded_dim(c), nearest = (padded + larger_of(key_centroid_count(c), KEY_BLOCK)) * QUERY_TILE;
+    return (2 * KEY_BLOCK + QUERY_TILE) * padded + larger_of(centroid_scratch_size(c), nearest);
 }
 
-/* Everything a head's queries need to know about its keys. */
+/* Compute the bound of one head. */
 static void build_bound(const Call *c, int64_t batch, int64_t head, Bound *bound, real *scratch) {
     const int padded = padded_dim(c);
-    const int64_t kv = kv_head(c, head), blocks = key_blocks(c);
-    real *k_rows = scratch, *v_rows = k_rows + KEYS * padded, *panel = v_rows + KEYS * padded;
-    real *rest = panel + PANEL * padded;
+    const int64_t kv = kv_head_of(c, head), blocks = key_block_count(c);
+    real *k_rows = scratch, *v_rows = k_rows + KEY_BLOCK * padded, *query_centroid_tile = v_rows + KEY_BLOCK * padded;
+    real *rest = query_centroid_tile + QUERY_TILE * padded;
     bound->slope = (real)c->slopes[head];
-    bound->clock = head_bias(c, batch, head).clock;
-    bound->ceiling = c->ceiling ? c->ceiling + head * c->k_len : NULL;
-    bound->known = c->tolerance > 0 && blocks >= WORTH_IT && (!c->ceiling || falls_enough(c, bound->ceiling));
-    bound->centres.count = bound->queries.count = 0;
-    bound->largest = bound->longest = 0;
-    if (bound->known) {
-        const Crowd crowd = {&c->k, batch, kv, c->k_len};
-        const int most = most_centres(c), few = (int)smaller_of(FEW_CENTRES, most);
-        bound->steep = typical_fall(c, batch, head) > ENOUGH_FALL;
-        find_centres(c, &crowd, bound->steep ? few : most, &bound->centres, rest);
-        find_queries(c, batch, head, bound, panel, k_rows, rest);
+    bound->cumulative_decay = bias_of_head(c, batch, head).cumulative_decay;
+    bound->table_suffix_max = c->table_suffix_max ? c->table_suffix_max + head * c->k_len : NULL;
+    bound->exists = c->tolerance > 0 && blocks >= MIN_BLOCKS_FOR_BOUND &&
+                    (!c->table_suffix_max || falls_far_enough(c, bound->table_suffix_max));
+    bound->key_centroids.count = bound->query_centroids.count = 0;
+    bound->max_key_norm = bound->max_query_norm = 0;
+    if (bound->exists) {
+        const HeadTokens key_tokens = {&c->k, batch, kv, c->k_len};
+        const int most = key_centroid_count(c), few = (int)smaller_of(STEEP_CENTROIDS, most);
+        bound->is_steep = mean_drop_per_block(c, batch, head) > STEEP_BIAS_DROP;
+        find_centroids(c, &key_tokens, bound->is_steep ? few : most, &bound->key_centroids, rest);
+        find_query_centroids(c, batch, head, bound, query_centroid_tile, k_rows, rest);
     }
-    const int64_t size = bound->centres.count * cells_of(bound);
-    for (int64_t i = 0; i < size; i++) bound->tail[i] = (real)-1e30;
-    int whole = 1;
+    /* Before the first key, all sums are empty. -1e30 stands for log(0). */
+    const int64_t size = bound->key_centroids.count * cell_count(bound);
+    for (int64_t i = 0; i < size; i++) bound->tails[i] = (real)-1e30;
+    int all_finite = 1;
     BlockKeys keys;
     for (int64_t block = 0; block < blocks; block++) {
-        const real *v = read_rows(c, &c->v, batch, kv, block * KEYS, KEYS, c->k_len, v_rows);
-        real *before = bound->tail + block * size, *after = before + size, fault = 0;
-        for (int j = 0; j < KEYS; j++) fault += fault_of(v + j * padded, padded);
-        if (bound->known) {
-            const real *k = read_rows(c, &c->k, batch, kv, block * KEYS, KEYS, c->k_len, k_rows);
-            bias_of_block(c, bound, block, &keys);
-            fault += place_keys(c, bound, block, k, panel, &keys, rest);
-            advance_tail(bound, &keys, before, after);
+        const real *v = read_rows(c, &c->v, batch, kv, block * KEY_BLOCK, KEY_BLOCK, c->k_len, v_rows);
+        real *before = bound->tails + block * size, *after = before + size, fault = 0;
+        for (int j = 0; j < KEY_BLOCK; j++) fault += nan_if_not_finite(v + j * padded, padded);
+        if (bound->exists) {
+            const real *k = read_rows(c, &c->k, batch, kv, block * KEY_BLOCK, KEY_BLOCK, c->k_len, k_rows);
+            compute_block_bias(c, bound, block, &keys);
+            fault += assign_keys(c, bound, block, k, query_centroid_tile, &keys, rest);
+            advance_tails(bound, &keys, before, after);
         }
-        bound->faulty[block] = !(fault == 0);
-        whole &= fault == 0;
-        for (int64_t i = 0; !whole && i < size; i++) after[i] = INFINITY;
+        bound->is_faulty[block] = !(fault == 0);
+        all_finite &= fault == 0;
+        for (int64_t i = 0; !all_finite && i < size; i++) after[i] = INFINITY;
     }
-    /* Sums of a few scores and falls are rounded at the size of the largest of them. */
-    bound->slack = (real)(0.01 + 2.4e-6 * (bound->longest * bound->largest + whole_way(c, bound)));
+    /* The sums of a few scores and biases have rounding errors of the size of the largest score and bias. */
+    const real max_score = bound->max_query_norm * bound->max_key_norm;
+    bound->rounding_margin = (real)(0.01 + 2.4e-6 * (max_score + total_variation(c, bound)));
 }
 
-/* Where some queries lie among the bound's centres. */
+/* The nearest query centroid of LANES queries, and the distance D = |q - u| as a fraction between the smallest
+ * distance (0) and the largest distance (1). The fraction is NaN for queries that are not finite. */
 typedef struct {
-    ivec nearest;
-    vec share; /* of the way from the smallest distance to the largest; NaN for one that is not finite */
-} Places;
+    ivec nearest_centroid;
+    vec fraction;
+} QueryPlacement;
 
-static Places places_of(const Bound *bound, int64_t row) {
-    const real *apart = bound->apart + row;
-    Places found;
-    const real way = bound->furthest_query - bound->nearest_query;
+static QueryPlacement load_placement(const Bound *bound, int64_t row) {
+    const real *distance = bound->query_distance + row;
+    QueryPlacement placement;
+    const real range = bound->max_query_distance - bound->min_query_distance;
     for (int w = 0; w < LANES; w++) {
-        const real share = way > 0 ? (apart[w] - bound->nearest_query) / way : 1;
-        const int outside = !(apart[w] <= bound->furthest_query); /* beyond its ends a chord is no bound */
-        found.nearest[w] = bound->own[row + w];
-        found.share[w] = outside ? NAN : share > 0 ? share : 0;
+        const real fraction = range > 0 ? (distance[w] - bound->min_query_distance) / range : 1;
+        /* Outside of the range, the chord is no upper bound. The condition is also true for NaN. */
+        const int is_outside = !(distance[w] <= bound->max_query_distance);
+        placement.nearest_centroid[w] = bound->nearest_query_centroid[row + w];
+        placement.fraction[w] = is_outside ? NAN : fraction > 0 ? fraction : 0;
     }
-    return found;
+    return placement;
 }
 
-/* A centre's tail for these queries: the chord between two distances, which lies above the convex curve. */
-INLINE vec tail_at(const Bound *bound, const real *tail, const Places *at) {
+/* Return an upper bound on the tail of a key centroid for LANES queries: the value of the chord between the tails at
+ * the smallest and at the largest distance. `tails` are the cells of the key centroid. */
+INLINE vec interpolate_tail(const Bound *bound, const real *tails, const QueryPlacement *placement) {
     vec low, high;
-    if (bound->queries.count == QUERY_CENTRES) {
-        low = pick_of_sixteen(tail, at->nearest), high = pick_of_sixteen(tail + QUERY_CENTRES, at->nearest);
+    if (bound->query_centroids.count == QUERY_CENTROIDS) {
+        low = pick_of_sixteen(tails, placement->nearest_centroid);
+        high = pick_of_sixteen(tails + QUERY_CENTROIDS, placement->nearest_centroid);
     } else {
-        low = pick_of_eight(tail, at->nearest), high = pick_of_eight(tail, at->nearest + NO_QUERY_CENTRES);
+        low = pick_of_eight(tails, placement->nearest_centroid);
+        high = pick_of_eight(tails, placement->nearest_centroid + ZERO_QUERY_CENTROIDS);
     }
-    return low + at->share * (high - low);
+    return low + placement->fraction * (high - low);
 }
 
 #endif

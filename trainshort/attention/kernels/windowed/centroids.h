@@ -1,167 +1,203 @@
-/* A few dozen vectors such that each key of a head lies close to one of them, and a few for its queries.
+/* Centroids: a few dozen vectors such that each key of a head lies close to one of them, and some for the queries.
  *
- * The keys of a trained model are not a cloud around their mean: they lie in clusters (the same token gives about the
- * same key) and near a few directions; so do the queries. The bound measures each from its nearest centre, so what it
- * does not know about a score shrinks with the clusters, not with the whole cloud. Any set of centres is sound; good
- * ones skip more.
+ * The keys of a trained model lie in clusters, because equal tokens have similar keys. So do the queries. The bound in
+ * bound.h measures each key and each query from its nearest centroid, so its error depends on the size of the clusters.
+ * The bound is valid for every choice of centroids. Good centroids allow the kernel to skip more keys.
  *
- * They are found on a sample: each next centre is the sample furthest from all before it (which leaves none far from
- * every centre), then each moves to the mean of the samples it is nearest to. The result depends on the keys and queries
- * alone, not on threads or chance.
+ * The centroids are found on a sample of the keys or queries:
+ *
+ * 1. Each centroid starts at the sample that is farthest from all previous centroids.
+ * 2. Each centroid moves to the mean of the samples that are nearest to it.
+ *
+ * The result depends only on the keys and queries. It does not depend on the number of threads or on random numbers.
  */
-#ifndef TRAINSHORT_CENTRES_H
-#define TRAINSHORT_CENTRES_H
+#ifndef TRAINSHORT_CENTROIDS_H
+#define TRAINSHORT_CENTROIDS_H
 
 #include "args.h"
 
 enum {
-    MOST_CENTRES = 72, /* at most 256: a key notes its own in a byte */
-    KEYS_EACH = 64,    /* keys to a centre: finding the nearest one must cost little beside the attention itself */
-    SAMPLES_EACH = 12, /* sampled keys to a centre */
-    ENOUGH_FALL = 10,  /* nats over a block of keys from which on a head's window is so short that few centres do */
-    FEW_CENTRES = 16,
-    FEWEST_CENTRES = 4,
-    QUERY_CENTRES = 16,     /* of the queries */
-    NO_QUERY_CENTRES = 4,   /* zeros in their place (a tile's height) where there are fewer keys or dims than */
-    ENOUGH_KEYS = 2048,
-    ENOUGH_DIMS = 48,       /* narrow heads gain a hundredth, and the tails would take more memory than the output */
-    ENOUGH_WITH_CLOCK = 16, /* with a clock of the text a tenth */
+    /* The largest number of key centroids. It must be at most 256, because each key stores its centroid in a byte. */
+    MAX_CENTROIDS = 72,
+    MIN_CENTROIDS = 4,
+    /* The number of keys for each centroid. With fewer keys, finding the nearest centroids would take too long. */
+    KEYS_PER_CENTROID = 64,
+    /* The number of sampled keys for each centroid. */
+    SAMPLES_PER_CENTROID = 12,
+
+    /* A head is steep if its bias falls by more than this over a block of keys. Steep heads have short windows, so they
+     * need few centroids. */
+    STEEP_BIAS_DROP = 10,
+    STEEP_CENTROIDS = 16,
+
+    /* The number of query centroids. */
+    QUERY_CENTROIDS = 16,
+    /* Without query centroids, this many zero vectors are used. `compute_dots` needs a multiple of four. */
+    ZERO_QUERY_CENTROIDS = 4,
+    /* Query centroids are used from this number of keys on. */
+    MIN_KEYS_FOR_QUERY_CENTROIDS = 2048,
+    /* Query centroids are used from this head dimension on. With narrow heads they save about 1 % of the work, and need
+     * more memory than the attention output. */
+    MIN_DIM_FOR_QUERY_CENTROIDS = 48,
+    /* The same limit with a decay bias, where query centroids save about 10 % of the work. */
+    MIN_DIM_FOR_QUERY_CENTROIDS_WITH_DECAY = 16,
 };
 
-#define CLUSTERED 1.15 /* what `find_centres` gives of queries whose centres are worth their cost: 0.7 to 1.06 in trained
-                        * models of ours, 1.2 to 1.3 of random normal numbers */
+/* Query centroids are used if `find_centroids` returns less than this for the queries. The result is between 0.7 and
+ * 1.06 for trained models, and between 1.2 and 1.3 for random normal numbers. */
+#define MAX_CLUSTER_SPREAD 1.15
 
 typedef struct {
-    int count;    /* a multiple of four, as panel_dots wants it */
-    real *rows;   /* [centre][dim] */
-    real *halves; /* |centre|^2 / 2 */
-} Centres;
+    int count;                /* a multiple of four, as `compute_dots` needs */
+    real *vectors;            /* [centroid][dim] */
+    real *half_squared_norms; /* half of the squared norm of each centroid */
+} Centroids;
 
-/* The keys or queries of one head. */
+/* The keys or the queries of one head. */
 typedef struct {
-    const Tensor *tokens;
+    const Tensor *tensor;
     int64_t batch, head, length;
-} Crowd;
+} HeadTokens;
 
-INLINE int most_centres(const Call *c) {
-    const int64_t fours = smaller_of(c->k_len / KEYS_EACH, MOST_CENTRES) / 4;
-    return (int)larger_of(fours * 4, FEWEST_CENTRES);
+/* The number of key centroids, which grows with the number of keys. */
+INLINE int key_centroid_count(const Call *c) {
+    const int64_t fours = smaller_of(c->k_len / KEYS_PER_CENTROID, MAX_CENTROIDS) / 4;
+    return (int)larger_of(fours * 4, MIN_CENTROIDS);
 }
 
-INLINE int most_query_centres(const Call *c) {
-    const int dims = c->clock ? ENOUGH_WITH_CLOCK : ENOUGH_DIMS;
-    return c->k_len < ENOUGH_KEYS || c->dim < dims ? NO_QUERY_CENTRES : QUERY_CENTRES;
+/* The largest number of query centroids for a call. */
+INLINE int max_query_centroids(const Call *c) {
+    const int min_dim = c->cumulative_decay ? MIN_DIM_FOR_QUERY_CENTROIDS_WITH_DECAY : MIN_DIM_FOR_QUERY_CENTROIDS;
+    return c->k_len < MIN_KEYS_FOR_QUERY_CENTROIDS || c->dim < min_dim ? ZERO_QUERY_CENTROIDS : QUERY_CENTROIDS;
 }
 
-INLINE int samples_of(int centres) { return (int)(blocks_of(centres * SAMPLES_EACH, PANEL) * PANEL); }
-
-/* Reals of scratch that `find_centres` needs: samples, how far each is from every centre, products, a row. */
-INLINE size_t centres_scratch(const Call *c) {
-    const size_t most = larger_of(most_centres(c), QUERY_CENTRES), samples = samples_of(most), padded = padded_dim(c);
-    return samples * (padded + 1) + most * (PANEL + padded) + padded;
+INLINE int sample_count(int centroids) {
+    return (int)(blocks_of(centroids * SAMPLES_PER_CENTROID, QUERY_TILE) * QUERY_TILE);
 }
 
-/* Nearest centre of each token of a panel ([dim][token]). `dots` holds a panel of products for every centre. */
-static void nearest_centres(const Centres *centres, const real *panel, int padded, real *dots, uint8_t *nearest) {
-    panel_dots(panel, centres->rows, padded, padded, centres->count, dots);
-    for (int w = 0; w < WIDE; w++) {
-        vec least = spread(INFINITY);
+/* The scratch memory of `find_centroids`, in reals: samples, sample distances, dot products, sums and one row. */
+INLINE size_t centroid_scratch_size(const Call *c) {
+    const size_t most = larger_of(key_centroid_count(c), QUERY_CENTROIDS);
+    const size_t samples = sample_count(most), padded = padded_dim(c);
+    return samples * (padded + 1) + most * (QUERY_TILE + padded) + padded;
+}
+
+/* Find the nearest centroid of each token of a tile.
+ *
+ * `tile` is [dim][token]. `dots` is scratch memory for the dot products of all centroids with the tile. */
+static void find_nearest_centroids(const Centroids *centroids, const real *tile, int padded, real *dots,
+                                   uint8_t *nearest) {
+    compute_dots(tile, centroids->vectors, padded, padded, centroids->count, dots);
+    for (int w = 0; w < TILE_VECTORS; w++) {
+        vec smallest = spread(INFINITY);
         ivec index = {0};
-        for (int n = 0; n < centres->count; n++) {
-            const vec gap = centres->halves[n] - load(dots + n * PANEL + w * LANES); /* half of |k - c|^2 - |k|^2 */
-            const ivec closer = gap < least;
-            least = choose(closer, gap, least);
+        for (int n = 0; n < centroids->count; n++) {
+            /* Half of |token - centroid|^2 - |token|^2. The smallest value belongs to the nearest centroid. */
+            const vec distance = centroids->half_squared_norms[n] - load(dots + n * QUERY_TILE + w * LANES);
+            const ivec closer = distance < smallest;
+            smallest = choose(closer, distance, smallest);
             index = (closer & ((ivec){0} + n)) | (~closer & index);
         }
         for (int i = 0; i < LANES; i++) nearest[w * LANES + i] = (uint8_t)index[i];
     }
 }
 
-static void read_sample(const Call *c, const Crowd *of, int sample, int samples, real *row) {
-    read_row(c, row_at(c, of->tokens, of->batch, of->head, sample * of->length / samples), row);
+/* Read one sample. The samples are spread evenly over all tokens. */
+static void read_sample(const Call *c, const HeadTokens *tokens, int sample, int samples, real *row) {
+    const int64_t token = sample * tokens->length / samples;
+    read_row(c, row_address(c, tokens->tensor, tokens->batch, tokens->head, token), row);
     memset(row + c->dim, 0, (padded_dim(c) - c->dim) * sizeof(real));
 }
 
-static void set_centre(Centres *centres, int n, const real *row, int padded) {
-    real *centre = centres->rows + n * padded, half = 0;
-    memcpy(centre, row, padded * sizeof(real));
-    for (int t = 0; t < padded; t++) half += centre[t] * centre[t] / 2;
-    if (!isfinite(half)) { /* any centre is sound; a finite one spares the rows that do not see the faulty key */
-        memset(centre, 0, padded * sizeof(real));
-        half = 0;
+/* Set one centroid. A vector that is not finite is replaced by zeros, so that only rows that see the key are
+ * affected. */
+static void set_centroid(Centroids *centroids, int n, const real *row, int padded) {
+    real *centroid = centroids->vectors + n * padded, half_squared_norm = 0;
+    memcpy(centroid, row, padded * sizeof(real));
+    for (int t = 0; t < padded; t++) half_squared_norm += centroid[t] * centroid[t] / 2;
+    if (!isfinite(half_squared_norm)) {
+        memset(centroid, 0, padded * sizeof(real));
+        half_squared_norm = 0;
     }
-    centres->halves[n] = half;
+    centroids->half_squared_norms[n] = half_squared_norm;
 }
 
-/* gaps = the smaller of gaps and each sample's squared distance from a new centre; returns the sample furthest away. */
-static int narrow_gaps(const real *panels, int samples, const real *centre, int padded, real *gaps) {
-    for (int s = 0; s < samples; s += PANEL) {
-        const real *panel = panels + s * padded;
-        vec square[WIDE] = {{0}};
+/* Update the squared distance of each sample to its nearest centroid after a new centroid was added.
+ *
+ * Returns the sample that is farthest from all centroids. */
+static int update_sample_distances(const real *sample_tiles, int samples, const real *centroid, int padded,
+                                   real *distances) {
+    for (int s = 0; s < samples; s += QUERY_TILE) {
+        const real *tile = sample_tiles + s * padded;
+        vec square[TILE_VECTORS] = {{0}};
         for (int t = 0; t < padded; t++)
-            for (int w = 0; w < WIDE; w++) {
-                const vec difference = load(panel + t * PANEL + w * LANES) - centre[t];
+            for (int w = 0; w < TILE_VECTORS; w++) {
+                const vec difference = load(tile + t * QUERY_TILE + w * LANES) - centroid[t];
                 square[w] += difference * difference;
             }
-        for (int w = 0; w < WIDE; w++) {
-            const vec gap = load(gaps + s + w * LANES);
-            store(gaps + s + w * LANES, choose(square[w] < gap, square[w], gap));
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            const vec distance = load(distances + s + w * LANES);
+            store(distances + s + w * LANES, choose(square[w] < distance, square[w], distance));
         }
     }
-    int furthest = 0;
-    real widest = -1;
-    for (int s = 0; s < samples; s++)
-        if (gaps[s] > widest && gaps[s] < INFINITY) widest = gaps[s], furthest = s; /* infinite: not a finite key */
-    return furthest;
+    int farthest = 0;
+    real largest = -1;
+    for (int s = 0; s < samples; s++) {
+        /* Samples that are not finite keep the distance infinity. They are not chosen. */
+        if (distances[s] > largest && distances[s] < INFINITY) largest = distances[s], farthest = s;
+    }
+    return farthest;
 }
 
-/* Each centre becomes the mean of the samples that it is the nearest centre of. */
-static void move_to_means(const Call *c, const Crowd *of, Centres *centres, const real *panels, int samples, real *dots,
-                          real *sums, real *row) {
+/* Move each centroid to the mean of the samples that are nearest to the centroid. */
+static void move_to_means(const Call *c, const HeadTokens *tokens, Centroids *centroids, const real *sample_tiles,
+                          int samples, real *dots, real *sums, real *row) {
     const int padded = padded_dim(c);
-    int counts[MOST_CENTRES] = {0};
-    uint8_t nearest[PANEL];
-    memset(sums, 0, centres->count * padded * sizeof(real));
-    for (int s = 0; s < samples; s += PANEL) {
-        nearest_centres(centres, panels + s * padded, padded, dots, nearest);
-        for (int i = 0; i < PANEL; i++) {
+    int counts[MAX_CENTROIDS] = {0};
+    uint8_t nearest[QUERY_TILE];
+    memset(sums, 0, centroids->count * padded * sizeof(real));
+    for (int s = 0; s < samples; s += QUERY_TILE) {
+        find_nearest_centroids(centroids, sample_tiles + s * padded, padded, dots, nearest);
+        for (int i = 0; i < QUERY_TILE; i++) {
             real *sum = sums + nearest[i] * padded;
-            read_sample(c, of, s + i, samples, row);
+            read_sample(c, tokens, s + i, samples, row);
             for (int t = 0; t < padded; t++) sum[t] += row[t];
             counts[nearest[i]]++;
         }
     }
-    for (int n = 0; n < centres->count; n++) {
+    for (int n = 0; n < centroids->count; n++) {
         real *sum = sums + n * padded;
         for (int t = 0; t < padded; t++) sum[t] /= counts[n];
-        if (counts[n]) set_centre(centres, n, sum, padded);
+        if (counts[n]) set_centroid(centroids, n, sum, padded);
     }
 }
 
-/* Returns how far the samples lie from the nearest centre, to how far from zero: the root of two sums of squares. It is
- * taken before the centres move, while they are samples themselves. */
-static real find_centres(const Call *c, const Crowd *of, int count, Centres *centres, real *scratch) {
-    const int padded = padded_dim(c), samples = samples_of(count);
-    double apart = 0, size = 0;
-    centres->count = count;
-    real *panels = scratch, *gaps = panels + samples * padded, *dots = gaps + samples;
-    real *sums = dots + centres->count * PANEL, *row = sums + centres->count * padded;
+/* Find `count` centroids of the keys or the queries of a head.
+ *
+ * Returns the cluster spread: the root mean square distance of the samples to their nearest centroids, divided by the
+ * root mean square norm of the samples. The spread is measured before the centroids move to the means. */
+static real find_centroids(const Call *c, const HeadTokens *tokens, int count, Centroids *centroids, real *scratch) {
+    const int padded = padded_dim(c), samples = sample_count(count);
+    double sum_of_squared_distances = 0, sum_of_squared_norms = 0;
+    centroids->count = count;
+    real *sample_tiles = scratch, *distances = sample_tiles + samples * padded, *dots = distances + samples;
+    real *sums = dots + centroids->count * QUERY_TILE, *row = sums + centroids->count * padded;
     for (int s = 0; s < samples; s++) {
-        read_sample(c, of, s, samples, row);
+        read_sample(c, tokens, s, samples, row);
         for (int t = 0; t < padded; t++) {
-            panels[(s / PANEL * padded + t) * PANEL + s % PANEL] = row[t];
-            size += (double)row[t] * row[t];
+            sample_tiles[(s / QUERY_TILE * padded + t) * QUERY_TILE + s % QUERY_TILE] = row[t];
+            sum_of_squared_norms += (double)row[t] * row[t];
         }
-        gaps[s] = INFINITY;
+        distances[s] = INFINITY;
     }
-    for (int n = 0, next = 0; n < centres->count; n++) {
-        read_sample(c, of, next, samples, row);
-        set_centre(centres, n, row, padded);
-        next = narrow_gaps(panels, samples, centres->rows + n * padded, padded, gaps);
+    for (int n = 0, next = 0; n < centroids->count; n++) {
+        read_sample(c, tokens, next, samples, row);
+        set_centroid(centroids, n, row, padded);
+        next = update_sample_distances(sample_tiles, samples, centroids->vectors + n * padded, padded, distances);
     }
-    for (int s = 0; s < samples; s++) apart += gaps[s];
-    move_to_means(c, of, centres, panels, samples, dots, sums, row);
-    return (real)sqrt(apart / size);
+    for (int s = 0; s < samples; s++) sum_of_squared_distances += distances[s];
+    move_to_means(c, tokens, centroids, sample_tiles, samples, dots, sums, row);
+    return (real)sqrt(sum_of_squared_distances / sum_of_squared_norms);
 }
 
 #endif

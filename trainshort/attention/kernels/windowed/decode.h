@@ -1,7 +1,8 @@
-/* A few query rows against a long past (decoding): one pass over keys and values, at the speed memory delivers them.
+/* Attention of a few query rows, as in text generation: one pass over all keys and values.
  *
- * Nothing is skipped here. A proof that far keys do not matter needs their norms, and reading a key to find its norm
- * costs as much as scoring it. All rows that share a key head (grouped queries) meet each block while it is in cache.
+ * No keys are skipped. The proof that a key can be skipped needs the norm of the key. Computing the norm takes as long
+ * as computing the score. All query rows that share a key head process a block of keys while the block is in the CPU
+ * cache.
  */
 #ifndef TRAINSHORT_DECODE_H
 #define TRAINSHORT_DECODE_H
@@ -9,26 +10,29 @@
 #include "bound.h"
 #include "query_tile.h"
 
-enum { FEW = 4 }; /* up to this many queries are decoded; a panel of more lanes is faster than row by row */
+/* Calls with at most this many queries use this file. With more queries, query tiles are faster than single rows. */
+enum { MAX_DECODE_QUERIES = 4 };
 
+/* The running softmax of one query row. */
 typedef struct {
-    real *query, *out; /* [dim] */
-    real top, sum;
-    int64_t position, reach, head, row;
+    real *query, *out;                          /* [dim] */
+    real max_score, weight_sum;                 /* weight_sum is the sum of exp(score - max_score) */
+    int64_t head, row;                          /* the query head, and the index of the query in the call */
+    int64_t position, first_visible_key;
     int32_t segment_id;
-} Row;
+} DecodeRow;
 
-/* Scores of one row on one block; -infinity where it may not look. Returns their maximum. */
-static real row_scores(const Call *c, const Row *row, int64_t batch, int64_t start, int keys, const real *k,
-                       real *scores) {
+/* Compute the scores of one row on one block of keys, and return the largest score. Hidden keys get -infinity. */
+static real compute_row_scores(const Call *c, const DecodeRow *row, int64_t batch, int64_t start, int key_count,
+                               const real *k, real *scores) {
     const int padded = padded_dim(c);
     const int32_t *segment_ids = c->segment_ids ? c->segment_ids + batch * c->k_len : NULL;
-    const HeadBias bias = head_bias(c, batch, row->head);
-    real top = -INFINITY;
-    for (int j = 0; j < KEYS; j++) {
+    const HeadBias bias = bias_of_head(c, batch, row->head);
+    real max_score = -INFINITY;
+    for (int j = 0; j < KEY_BLOCK; j++) {
         const int64_t distance = row->position - (start + j);
-        const int outside = j >= keys || distance < 0 || distance >= c->window;
-        if (outside || (segment_ids && segment_ids[start + j] != row->segment_id)) {
+        const int is_outside = j >= key_count || distance < 0 || distance >= c->window;
+        if (is_outside || (segment_ids && segment_ids[start + j] != row->segment_id)) {
             scores[j] = -INFINITY;
             continue;
         }
@@ -37,82 +41,94 @@ static real row_scores(const Call *c, const Row *row, int64_t batch, int64_t sta
             even += load(row->query + t) * load(k + j * padded + t);
             odd += load(row->query + t + LANES) * load(k + j * padded + t + LANES);
         }
-        const real shift = bias.clock   ? (real)(bias.clock[row->position] - bias.clock[start + j])
-                           : bias.table ? bias.table[distance]
-                                        : -bias.slope * (real)distance;
-        scores[j] = sum_lanes(even + odd) * (real)c->scale + shift;
-        if (scores[j] > top) top = scores[j];
+        real key_bias;
+        if (bias.cumulative_decay)
+            key_bias = (real)(bias.cumulative_decay[row->position] - bias.cumulative_decay[start + j]);
+        else if (bias.table)
+            key_bias = bias.table[distance];
+        else
+            key_bias = -bias.slope * (real)distance;
+        scores[j] = sum_lanes(even + odd) * (real)c->scale + key_bias;
+        if (scores[j] > max_score) max_score = scores[j];
     }
-    return top;
+    return max_score;
 }
 
-/* Takes one block into a row's running softmax. Hidden values are not touched, so a NaN in them stays unseen. */
-static void row_add(const Call *c, Row *row, int keys, const real *v, const real *scores, real block_top, real *fresh) {
+/* Add one block of keys to the running softmax of a row. Hidden values are not read, because they may be NaN.
+ *
+ * `block_max` is the largest score of the block. `block_out` is scratch memory for one row. */
+static void add_block_to_row(const Call *c, DecodeRow *row, int key_count, const real *v, const real *scores,
+                             real block_max, real *block_out) {
     const int padded = padded_dim(c);
-    const real top = block_top > row->top ? block_top : row->top;
-    const real shrink = (real)exp(row->top - top);
-    real weights[KEYS], sum = 0;
-    for (int j = 0; j < KEYS; j += LANES) store(weights + j, exp_below_zero(load(scores + j) - top));
-    memset(fresh, 0, padded * sizeof(real));
-    for (int j = 0; j < keys; j++) {
+    const real max_score = block_max > row->max_score ? block_max : row->max_score;
+    const real factor = (real)exp(row->max_score - max_score);
+    real weights[KEY_BLOCK], sum = 0;
+    for (int j = 0; j < KEY_BLOCK; j += LANES) store(weights + j, exp_below_zero(load(scores + j) - max_score));
+    memset(block_out, 0, padded * sizeof(real));
+    for (int j = 0; j < key_count; j++) {
         if (scores[j] == -INFINITY) continue;
         sum += weights[j];
         for (int t = 0; t < padded; t += LANES)
-            store(fresh + t, load(fresh + t) + weights[j] * load(v + j * padded + t));
+            store(block_out + t, load(block_out + t) + weights[j] * load(v + j * padded + t));
     }
-    for (int t = 0; t < padded; t += LANES) store(row->out + t, load(row->out + t) * shrink + load(fresh + t));
-    row->sum = row->sum * shrink + sum;
-    row->top = top;
+    for (int t = 0; t < padded; t += LANES)
+        store(row->out + t, load(row->out + t) * factor + load(block_out + t));
+    row->weight_sum = row->weight_sum * factor + sum;
+    row->max_score = max_score;
 }
 
-static void begin_row(const Call *c, int64_t batch, Row *row, real *memory) {
-    Panel place;
+/* Initialize the running softmax of a row. `row->head` and `row->row` must be set. `memory` holds the query and the
+ * output. */
+static void begin_row(const Call *c, int64_t batch, DecodeRow *row, real *memory) {
+    QueryTile tile;
     const int padded = padded_dim(c);
-    place_panel(c, batch, row->row, &place);
+    init_query_tile(c, batch, row->row, &tile);
     row->query = memory, row->out = memory + padded;
     memset(memory, 0, 2 * padded * sizeof(real));
-    read_row(c, row_at(c, &c->q, batch, row->head, row->row), row->query);
-    row->top = LOWEST, row->sum = 0;
-    row->position = place.lowest;
-    row->reach = place.reach;
+    read_row(c, row_address(c, &c->q, batch, row->head, row->row), row->query);
+    row->max_score = LOWEST, row->weight_sum = 0;
+    row->position = tile.first_position;
+    row->first_visible_key = tile.first_visible_key;
     row->segment_id = c->segment_ids ? c->segment_ids[batch * c->k_len + row->position] : 0;
 }
 
-static void end_row(const Call *c, int64_t batch, Row *row, int64_t first) {
-    const int64_t at = batch * c->heads + row->head;
-    for (int t = 0; t < c->dim; t++) row->out[t] /= row->sum;
-    write_row(c, row_at(c, &c->out, batch, row->head, row->row), row->out);
-    c->lse[at * c->q_len + row->row] = (double)row->top + log((double)row->sum);
-    c->first[at] = (int32_t)first; /* FEW rows are one panel */
-    c->dropped[at] = 0;
+/* Write the results of a row. */
+static void finish_row(const Call *c, int64_t batch, DecodeRow *row, int64_t first_key) {
+    const int64_t head_index = batch * c->heads + row->head;
+    for (int t = 0; t < c->dim; t++) row->out[t] /= row->weight_sum;
+    write_row(c, row_address(c, &c->out, batch, row->head, row->row), row->out);
+    c->lse[head_index * c->q_len + row->row] = (double)row->max_score + log((double)row->weight_sum);
+    /* All queries of the call belong to one query tile. */
+    c->first_keys[head_index] = (int32_t)first_key;
+    c->dropped_mass[head_index] = 0;
 }
 
-/* One item: all rows of one key head's group. */
-static void decode_group(void *context, int64_t item, void *scratch) {
+/* Compute one work item of the thread pool: all queries of the query heads that share one key head. */
+static void decode_item(void *context, int64_t item, void *scratch) {
     const Call *c = context;
     const int padded = padded_dim(c);
-    const int64_t batch = item / c->kv_heads, kv = item % c->kv_heads, group = c->heads / c->kv_heads;
-    const int64_t count = group * c->q_len;
-    real *k_rows = scratch, *v_rows = k_rows + KEYS * padded, *scores = v_rows + KEYS * padded, *fresh = scores + KEYS;
-    real *memory = fresh + padded;
-    Row *rows = (Row *)(memory + count * 2 * padded);
-    int64_t reach = c->k_len - 1;
+    const int64_t batch = item / c->kv_heads, kv = item % c->kv_heads, heads_per_kv_head = c->heads / c->kv_heads;
+    const int64_t count = heads_per_kv_head * c->q_len;
+    real *k_rows = scratch, *v_rows = k_rows + KEY_BLOCK * padded, *scores = v_rows + KEY_BLOCK * padded;
+    real *block_out = scores + KEY_BLOCK, *row_memory = block_out + padded;
+    DecodeRow *rows = (DecodeRow *)(row_memory + count * 2 * padded);
+    int64_t first_visible_key = c->k_len - 1;
     for (int64_t i = 0; i < count; i++) {
-        rows[i].head = kv * group + i / c->q_len, rows[i].row = i % c->q_len;
-        begin_row(c, batch, &rows[i], memory + i * 2 * padded);
-        reach = smaller_of(reach, rows[i].reach);
+        rows[i].head = kv * heads_per_kv_head + i / c->q_len, rows[i].row = i % c->q_len;
+        begin_row(c, batch, &rows[i], row_memory + i * 2 * padded);
+        first_visible_key = smaller_of(first_visible_key, rows[i].first_visible_key);
     }
-    const int64_t first = reach / KEYS * KEYS;
-    for (int64_t start = (c->k_len - 1) / KEYS * KEYS; start >= first; start -= KEYS) {
-        const int keys = (int)smaller_of(KEYS, c->k_len - start);
-        const real *k = read_rows(c, &c->k, batch, kv, start, KEYS, c->k_len, k_rows);
-        const real *v = read_rows(c, &c->v, batch, kv, start, KEYS, c->k_len, v_rows);
+    const int64_t first_key = first_visible_key / KEY_BLOCK * KEY_BLOCK;
+    for (int64_t start = (c->k_len - 1) / KEY_BLOCK * KEY_BLOCK; start >= first_key; start -= KEY_BLOCK) {
+        const int key_count = (int)smaller_of(KEY_BLOCK, c->k_len - start);
+        const real *k = read_rows(c, &c->k, batch, kv, start, KEY_BLOCK, c->k_len, k_rows);
+        const real *v = read_rows(c, &c->v, batch, kv, start, KEY_BLOCK, c->k_len, v_rows);
         for (int64_t i = 0; i < count; i++) {
-            const real top = row_scores(c, &rows[i], batch, start, keys, k, scores);
-            row_add(c, &rows[i], keys, v, scores, top, fresh);
+            const real block_max = compute_row_scores(c, &rows[i], batch, start, key_count, k, scores);
+            add_block_to_row(c, &rows[i], key_count, v, scores, block_max, block_out);
         }
     }
-    for (int64_t i = 0; i < count; i++) end_row(c, batch, &rows[i], first);
+    for (int64_t i = 0; i < count; i++) finish_row(c, batch, &rows[i], first_key);
 }
 
 #endif

@@ -1,12 +1,19 @@
-/* Forward: each panel walks its keys from the nearest block outwards, with a running softmax, and stops as soon as the
- * bound on everything further out, against the row's real denominator so far, is within the tolerance for every row.
+/* The forward pass of attention with skipped keys.
  *
- * Before a block is read the bound is asked about all keys before it. Where they may be left out, the block is the
- * panel's last, and its own keys are asked one after another, from the far end: only those are read that must be. In a
- * steep head the block of the diagonal is read in two parts, since nothing can be left out before every row has met its
- * own key.
+ * Each query tile reads its keys block by block, from the nearest block to the most distant block, with a running
+ * softmax. Before a block is read, the bound in bound.h is evaluated for all keys before the block. If these keys may
+ * be skipped for every row of the tile, the block is the last one that the tile reads. The condition is
  *
- *     blocks of 4 keys, rows 9 to 10:    read 8 9 10 | 4 5 6 7: before 4 all may go; so may 4 and 5 | read 6 7, stop
+ *     bound on the skipped softmax sum  <=  tolerance * softmax sum of the keys that were read so far
+ *
+ * The last block is read only in part. Groups of KEY_GROUP keys are skipped, starting with the most distant group, as
+ * long as the condition holds for the skipped keys of the block as well. For example, with blocks of 8 keys and the
+ * rows 17 to 19:
+ *
+ *     read 16 ... 19  |  keys 0 ... 7 may be skipped, keys 8 ... 11 may be skipped as well  |  read 12 ... 15, stop
+ *
+ * In a steep head, the diagonal block is read in two parts, because the condition can hold only after every row has
+ * read its own key.
  */
 #ifndef TRAINSHORT_FORWARD_H
 #define TRAINSHORT_FORWARD_H
@@ -17,145 +24,171 @@
 typedef struct {
     const Call *call;
     Bound *bounds; /* (batch, heads) */
-} Forward;
+} ForwardContext;
 
+/* The running softmax of one query tile. */
 typedef struct {
-    Panel place;
-    vec top[WIDE], sum[WIDE]; /* running maximum and sum of e^(score - top) */
-    real *queries, *out;      /* [dim][query] */
-    real *shifts;             /* [centre][query] the bound's q.c */
-    vec norm[WIDE];           /* the queries' norms, rounded up */
-    Places places[WIDE];      /* and where they lie among the bound's centres */
-    int hurdle;               /* centre whose keys were too heavy to stop, the last time */
-    int64_t first;            /* first key read so far */
-    real dropped;
-    int done;
-} Walk;
+    QueryTile tile;
+    real *queries, *out;                            /* [dim][query] */
+    vec max_score[TILE_VECTORS];
+    vec weight_sum[TILE_VECTORS];                   /* sum of exp(score - max_score) */
+    int64_t first_key;                              /* the first key that was read so far */
+    real dropped_mass;
+    int is_done;
 
-static void begin_walk(const Call *c, const Bound *bound, Walk *walk, const real *rows) {
-    const int padded = padded_dim(c), count = bound->centres.count;
-    to_panel(rows, padded, walk->queries);
-    memset(walk->out, 0, padded * PANEL * sizeof(real));
-    for (int w = 0; w < WIDE; w++) walk->top[w] = spread(LOWEST), walk->sum[w] = (vec){0};
-    walk->first = larger_of(walk->place.lowest, 0);
-    walk->dropped = 0;
-    walk->done = 0;
-    walk->hurdle = 0;
-    if (!bound->known) return;
-    for (int w = 0; w < WIDE; w++) {
+    /* The following fields are used only if there is a bound. */
+    real *centroid_scores;                          /* [centroid][query] q.c in bound.h */
+    vec query_norm[TILE_VECTORS];                   /* rounded up */
+    QueryPlacement placements[TILE_VECTORS];
+    int last_blocking_centroid;                     /* the centroid whose keys could not be skipped the last time */
+} TileState;
+
+/* Initialize the running softmax. `state->tile` and the pointers of `state` must be set. */
+static void begin_tile(const Call *c, const Bound *bound, TileState *state, const real *rows) {
+    const int padded = padded_dim(c), count = bound->key_centroids.count;
+    transpose_to_tile(rows, padded, state->queries);
+    memset(state->out, 0, padded * QUERY_TILE * sizeof(real));
+    for (int w = 0; w < TILE_VECTORS; w++) state->max_score[w] = spread(LOWEST), state->weight_sum[w] = (vec){0};
+    state->first_key = larger_of(state->tile.first_position, 0);
+    state->dropped_mass = 0;
+    state->is_done = 0;
+    state->last_blocking_centroid = 0;
+    if (!bound->exists) return;
+    for (int w = 0; w < TILE_VECTORS; w++) {
         vec square = {0};
         for (int t = 0; t < padded; t++) {
-            const vec q = load(walk->queries + t * PANEL + w * LANES);
+            const vec q = load(state->queries + t * QUERY_TILE + w * LANES);
             square += q * q;
         }
         for (int i = 0; i < LANES; i++) square[i] = (real)sqrt(square[i]);
-        walk->norm[w] = square * (1 + rounding(c->dim));
-        walk->places[w] = places_of(bound, walk->place.lowest - position(c, 0) + w * LANES);
+        state->query_norm[w] = square * (1 + relative_rounding_error(c->dim));
+        state->placements[w] = load_placement(bound, state->tile.first_position - position_of_row(c, 0) + w * LANES);
     }
-    panel_dots(walk->queries, bound->centres.rows, padded, padded, count, walk->shifts);
-    for (int i = 0; i < count * PANEL; i++) /* lanes of padding must never hold a panel up */
-        walk->shifts[i] = i % PANEL < walk->place.rows ? walk->shifts[i] * (real)c->scale : -INFINITY;
+    compute_dots(state->queries, bound->key_centroids.vectors, padded, padded, count, state->centroid_scores);
+    /* Padding rows get -infinity, so that they never prevent keys from being skipped. */
+    for (int i = 0; i < count * QUERY_TILE; i++) {
+        const int is_real_row = i % QUERY_TILE < state->tile.row_count;
+        state->centroid_scores[i] = is_real_row ? state->centroid_scores[i] * (real)c->scale : -INFINITY;
+    }
 }
 
-/* scores -> weights e^(score - top), with sum and output carried over to the new maximum. */
-static void soften(Walk *walk, int padded, int keys, real *restrict scores) {
-    vec top[WIDE], sum[WIDE];
-    ivec moved = {0};
-    for (int w = 0; w < WIDE; w++) top[w] = walk->top[w], sum[w] = (vec){0};
-    for (int j = 0; j < keys; j++)
-        for (int w = 0; w < WIDE; w++) top[w] = larger(load(scores + j * PANEL + w * LANES), top[w]);
-    for (int w = 0; w < WIDE; w++) moved |= top[w] != walk->top[w];
-    if (any(moved))
-        for (int w = 0; w < WIDE; w++) {
-            const vec shrink = exp_below_zero(walk->top[w] - top[w]);
-            walk->sum[w] *= shrink;
-            walk->top[w] = top[w];
+/* Replace scores by weights exp(score - max_score). The sum and the output are scaled if the maximum changes. */
+static void update_softmax(TileState *state, int padded, int key_count, real *restrict scores) {
+    vec max_score[TILE_VECTORS], sum[TILE_VECTORS];
+    ivec has_changed = {0};
+    for (int w = 0; w < TILE_VECTORS; w++) max_score[w] = state->max_score[w], sum[w] = (vec){0};
+    for (int j = 0; j < key_count; j++)
+        for (int w = 0; w < TILE_VECTORS; w++)
+            max_score[w] = larger(load(scores + j * QUERY_TILE + w * LANES), max_score[w]);
+    for (int w = 0; w < TILE_VECTORS; w++) has_changed |= max_score[w] != state->max_score[w];
+    if (any(has_changed))
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            const vec factor = exp_below_zero(state->max_score[w] - max_score[w]);
+            state->weight_sum[w] *= factor;
+            state->max_score[w] = max_score[w];
             for (int t = 0; t < padded; t++) {
-                real *at = walk->out + t * PANEL + w * LANES;
-                store(at, load(at) * shrink);
+                real *target = state->out + t * QUERY_TILE + w * LANES;
+                store(target, load(target) * factor);
             }
         }
-    for (int j = 0; j < keys; j++)
-        for (int w = 0; w < WIDE; w++) {
-            real *at = scores + j * PANEL + w * LANES;
-            const vec weight = exp_below_zero(load(at) - top[w]);
+    for (int j = 0; j < key_count; j++)
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            real *target = scores + j * QUERY_TILE + w * LANES;
+            const vec weight = exp_below_zero(load(target) - max_score[w]);
             sum[w] += weight;
-            store(at, weight);
+            store(target, weight);
         }
-    for (int w = 0; w < WIDE; w++) walk->sum[w] += sum[w];
+    for (int w = 0; w < TILE_VECTORS; w++) state->weight_sum[w] += sum[w];
 }
 
-/* panel_add that never touches a hidden value: 0 * NaN would leak the future. For blocks with values that are not
- * finite only, so it may be slow. */
-static void add_only_visible(const Call *c, Walk *walk, int64_t batch, const real *v, int64_t start, int keys,
-                             const real *weights) {
+/* Add the weighted values of visible keys to the output.
+ *
+ * This function takes the place of `add_weighted_rows` for blocks with values that are not finite. There, the product
+ * of a hidden value and its weight 0 would be NaN. */
+static void add_visible_values(const Call *c, TileState *state, int64_t batch, const real *v, int64_t start,
+                               int key_count, const real *weights) {
     const int padded = padded_dim(c);
-    for (int j = 0; j < keys; j++)
-        for (int w = 0; w < WIDE; w++) {
-            const ivec hidden = hidden_lanes(c, &walk->place, batch, start + j, w);
+    for (int j = 0; j < key_count; j++)
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            const ivec hidden = hidden_rows(c, &state->tile, batch, start + j, w);
             for (int t = 0; t < padded; t++) {
-                real *at = walk->out + t * PANEL + w * LANES;
-                const vec term = v[j * padded + t] * load(weights + j * PANEL + w * LANES);
-                store(at, load(at) + choose(hidden, spread(0), term));
+                real *target = state->out + t * QUERY_TILE + w * LANES;
+                const vec term = v[j * padded + t] * load(weights + j * QUERY_TILE + w * LANES);
+                store(target, load(target) + choose(hidden, spread(0), term));
             }
         }
 }
 
-/* Takes the keys from `from` up to `behind`, all of one block, into the running softmax; `k` and `v` are the block's. */
-static void walk_keys(const Call *c, const Bound *bound, HeadBias bias, Walk *walk, int64_t batch, int64_t from,
-                      int64_t behind, const real *k, const real *v, real *scores) {
-    const int padded = padded_dim(c), keys = (int)(behind - from);
-    const int64_t offset = from % KEYS * padded;
-    const int hiding = needs_hiding(c, &walk->place, from, keys);
-    panel_dots(walk->queries, k + offset, padded, padded, keys, scores);
-    add_bias(&walk->place, (real)c->scale, bias, from, keys, scores);
-    if (hiding) hide(c, &walk->place, batch, from, keys, scores);
-    soften(walk, padded, keys, scores);
-    if (hiding && bound->faulty[from / KEYS])
-        add_only_visible(c, walk, batch, v + offset, from, keys, scores);
+/* Add the keys from `start` to `end` - 1 to the running softmax.
+ *
+ * The keys must lie in one block. `k` and `v` are the rows of the block. `scores` is scratch memory. */
+static void process_keys(const Call *c, const Bound *bound, HeadBias bias, TileState *state, int64_t batch,
+                         int64_t start, int64_t end, const real *k, const real *v, real *scores) {
+    const int padded = padded_dim(c), key_count = (int)(end - start);
+    const int64_t offset = start % KEY_BLOCK * padded;
+    const int is_masked = needs_mask(c, &state->tile, start, key_count);
+    compute_dots(state->queries, k + offset, padded, padded, key_count, scores);
+    add_bias(&state->tile, (real)c->scale, bias, start, key_count, scores);
+    if (is_masked) mask_scores(c, &state->tile, batch, start, key_count, scores);
+    update_softmax(state, padded, key_count, scores);
+    if (is_masked && bound->is_faulty[start / KEY_BLOCK])
+        add_visible_values(c, state, batch, v + offset, start, key_count, scores);
     else
-        panel_add(walk->out, v + offset, padded, padded, keys, scores);
-    walk->first = from;
+        add_weighted_rows(state->out, v + offset, padded, padded, key_count, scores);
+    state->first_key = start;
 }
 
-/* The bias of each row on a boundary: the most that a key before it can have, where the bias is a table. */
-static void fall_since(const Call *c, const Bound *bound, const Panel *place, int64_t boundary, vec *since) {
-    if (bound->ceiling) {
-        for (int i = 0; i < PANEL; i++) {
-            const int64_t nearest = smaller_of(place->lowest + i, place->highest) - boundary + 1;
-            /* No key lies before boundary 0, so the largest distance of the table may stand for the one after it. */
-            const real most = bound->ceiling[smaller_of(larger_of(nearest, 0), c->k_len - 1)];
-            since[i / LANES][i % LANES] = most + (real)fabs(most) * (real)2.4e-6; /* sums with it are rounded at its size */
+/* Compute the bias from each row to a boundary: -m(i - B) in bound.h. With a table, the result is M(i - B + 1), the
+ * largest bias of any key before the boundary. */
+static void bias_to_boundary(const Call *c, const Bound *bound, const QueryTile *tile, int64_t boundary, vec *bias) {
+    if (bound->table_suffix_max) {
+        for (int i = 0; i < QUERY_TILE; i++) {
+            const int64_t position = smaller_of(tile->first_position + i, tile->last_position);
+            /* No key lies before boundary 0, so the index of the table can be limited to its last distance. */
+            const int64_t nearest_distance = position - boundary + 1;
+            const int64_t index = smaller_of(larger_of(nearest_distance, 0), c->k_len - 1);
+            const real largest_bias = bound->table_suffix_max[index];
+            /* Rounding errors of sums with the bias have the size of the bias. */
+            bias[i / LANES][i % LANES] = largest_bias + (real)fabs(largest_bias) * (real)2.4e-6;
         }
         return;
     }
-    if (!bound->clock) {
-        for (int w = 0; w < WIDE; w++) since[w] = -bound->slope * distances(place, boundary, w);
+    if (!bound->cumulative_decay) {
+        for (int w = 0; w < TILE_VECTORS; w++) bias[w] = -bound->slope * distances_to_key(tile, boundary, w);
         return;
     }
-    for (int i = 0; i < PANEL; i++)
-        since[i / LANES][i % LANES] =
-            (real)(bound->clock[smaller_of(place->lowest + i, place->highest)] - bound->clock[boundary]);
+    for (int i = 0; i < QUERY_TILE; i++) {
+        const int64_t position = smaller_of(tile->first_position + i, tile->last_position);
+        bias[i / LANES][i % LANES] = (real)(bound->cumulative_decay[position] - bound->cumulative_decay[boundary]);
+    }
 }
 
-/* Whether every row may leave out all keys before `block`; then `mass` is the most that each row leaves out. Begins with
- * the centre that was in the way the last time: where it still is, the question costs next to nothing. */
-static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block, const vec *since, vec *mass) {
-    const int count = bound->centres.count, cells = cells_of(bound);
-    const real *tails = bound->tail + block * count * cells;
-    vec fall[WIDE];
-    for (int w = 0; w < WIDE; w++) {
-        mass[w] = spread((count + KEYS) * (real)FLT_MIN); /* what exp_below_zero rounds to 0 is still something */
-        fall[w] = bound->slack + since[w] - walk->top[w];
+/* Return whether every row may skip all keys before a block.
+ *
+ * `bias` is the bias from each row to the start of the block. If the result is true, `skipped_sum` is an upper bound
+ * on the softmax sum of the skipped keys of each row. The test starts with the centroid that failed the last time,
+ * because the same centroid often fails again. */
+static int can_skip_keys_before(const Call *c, const Bound *bound, TileState *state, int64_t block, const vec *bias,
+                                vec *skipped_sum) {
+    const int count = bound->key_centroids.count, cells = cell_count(bound);
+    const real *tails = bound->tails + block * count * cells;
+    vec offset[TILE_VECTORS];
+    for (int w = 0; w < TILE_VECTORS; w++) {
+        /* exp_below_zero rounds small results to 0. The initial value is at least as large as all of these results. */
+        skipped_sum[w] = spread((count + KEY_BLOCK) * (real)FLT_MIN);
+        offset[w] = bound->rounding_margin + bias[w] - state->max_score[w];
     }
     for (int i = 0; i < count; i++) {
-        const int n = (walk->hurdle + i) % count;
-        for (int w = 0; w < WIDE; w++) {
-            const vec excess = tail_at(bound, tails + n * cells, &walk->places[w]) + load(walk->shifts + n * PANEL + w * LANES) + fall[w];
-            mass[w] += exp_below_zero(excess);
-            const ivec small = (excess <= 0) & (mass[w] <= (real)c->tolerance * walk->sum[w]);
-            if (any(~small)) {
-                walk->hurdle = n;
+        const int n = (state->last_blocking_centroid + i) % count;
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            const vec tail = interpolate_tail(bound, tails + n * cells, &state->placements[w]);
+            const vec exponent = tail + load(state->centroid_scores + n * QUERY_TILE + w * LANES) + offset[w];
+            skipped_sum[w] += exp_below_zero(exponent);
+            /* exp_below_zero is valid only for exponents of at most 0. The comparisons are false for NaN. */
+            const ivec is_small =
+                (exponent <= 0) & (skipped_sum[w] <= (real)c->tolerance * state->weight_sum[w]);
+            if (any(~is_small)) {
+                state->last_blocking_centroid = n;
                 return 0;
             }
         }
@@ -163,108 +196,128 @@ static int may_stop(const Call *c, const Bound *bound, Walk *walk, int64_t block
     return 1;
 }
 
-/* Adds to `mass` the most that the keys from `from` on can weigh, STEP of them; 0 where that is too much for some row. */
-static int may_leave(const Call *c, const Bound *bound, const Walk *walk, int64_t from, const vec *since, vec *mass) {
-    const int64_t start = from / KEYS * KEYS;
-    ivec small = spread(0) == 0;
-    for (int64_t key = from; key < from + STEP; key++) {
-        const real *shift = walk->shifts + bound->nearest[key] * PANEL;
-        const real rise = bound->clock ? (real)(bound->clock[start] - bound->clock[smaller_of(key, c->k_len - 1)])
-                                       : bound->slope * (real)(key - start);
-        vec own[WIDE];
-        if (bound->ceiling) fall_since(c, bound, &walk->place, key + 1, own);
-        for (int w = 0; w < WIDE; w++) {
-            const vec bias = bound->ceiling ? own[w] : since[w] + rise;
-            const vec score = load(shift + w * LANES) + walk->norm[w] * bound->reach[key] + bias;
-            const vec excess = score + (bound->slack - walk->top[w]);
-            mass[w] += exp_below_zero(excess);
-            small &= (excess <= 0) & (mass[w] <= (real)c->tolerance * walk->sum[w]);
+/* Return whether every row may also skip the KEY_GROUP keys from `first_key` on, and add the upper bounds of their
+ * softmax terms to `skipped_sum`. `bias` is the bias from each row to the start of the block. */
+static int can_skip_key_group(const Call *c, const Bound *bound, const TileState *state, int64_t first_key,
+                              const vec *bias, vec *skipped_sum) {
+    const int64_t block_start = first_key / KEY_BLOCK * KEY_BLOCK;
+    ivec is_small = spread(0) == 0;
+    for (int64_t key = first_key; key < first_key + KEY_GROUP; key++) {
+        const real *centroid_score = state->centroid_scores + bound->nearest_key_centroid[key] * QUERY_TILE;
+        /* The bias from the start of the block to the key. */
+        const real bias_in_block =
+            bound->cumulative_decay
+                ? (real)(bound->cumulative_decay[block_start] - bound->cumulative_decay[smaller_of(key, c->k_len - 1)])
+                : bound->slope * (real)(key - block_start);
+        vec table_bias[TILE_VECTORS];
+        if (bound->table_suffix_max) bias_to_boundary(c, bound, &state->tile, key + 1, table_bias);
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            const vec key_bias = bound->table_suffix_max ? table_bias[w] : bias[w] + bias_in_block;
+            const vec score =
+                load(centroid_score + w * LANES) + state->query_norm[w] * bound->key_distance[key] + key_bias;
+            const vec exponent = score + (bound->rounding_margin - state->max_score[w]);
+            skipped_sum[w] += exp_below_zero(exponent);
+            is_small &= (exponent <= 0) & (skipped_sum[w] <= (real)c->tolerance * state->weight_sum[w]);
         }
     }
-    return !any(~small);
+    return !any(~is_small);
 }
 
-/* The first key before `behind` in its block that the panel must read: `behind` itself when there is none, the block's
- * first when the walk goes on. Where it ends, `dropped` is the most that any row leaves out. */
-static int64_t first_needed(const Call *c, const Bound *bound, Walk *walk, int64_t block, int64_t behind) {
-    vec since[WIDE], mass[WIDE], most = {0};
-    const int64_t start = block * KEYS;
-    if (!bound->known) return start;
-    fall_since(c, bound, &walk->place, start, since);
-    if (!may_stop(c, bound, walk, block, since, mass)) return start;
+/* Return the first key of a block that the tile must read. Only keys before `end` are considered.
+ *
+ * The result is `end` if no key of the block must be read. If the keys before the block cannot be skipped, the result
+ * is the start of the block. Otherwise the tile is done, and `state->dropped_mass` is set. */
+static int64_t find_first_needed_key(const Call *c, const Bound *bound, TileState *state, int64_t block, int64_t end) {
+    vec bias[TILE_VECTORS], skipped_sum[TILE_VECTORS], max_skipped_mass = {0};
+    const int64_t start = block * KEY_BLOCK;
+    if (!bound->exists) return start;
+    bias_to_boundary(c, bound, &state->tile, start, bias);
+    if (!can_skip_keys_before(c, bound, state, block, bias, skipped_sum)) return start;
     int64_t key = start;
-    for (int w = 0; w < WIDE; w++) most = larger(mass[w] / walk->sum[w], most);
-    while (!bound->faulty[block] && key < behind && may_leave(c, bound, walk, key, since, mass)) {
-        for (int w = 0; w < WIDE; w++) most = larger(mass[w] / walk->sum[w], most);
-        key += STEP;
+    for (int w = 0; w < TILE_VECTORS; w++)
+        max_skipped_mass = larger(skipped_sum[w] / state->weight_sum[w], max_skipped_mass);
+    while (!bound->is_faulty[block] && key < end && can_skip_key_group(c, bound, state, key, bias, skipped_sum)) {
+        for (int w = 0; w < TILE_VECTORS; w++)
+            max_skipped_mass = larger(skipped_sum[w] / state->weight_sum[w], max_skipped_mass);
+        key += KEY_GROUP;
     }
-    walk->dropped = key ? (real)FLT_MIN : 0; /* at least: where something is left out, nobody shall read 0 */
-    for (int i = 0; key && i < LANES; i++) walk->dropped = most[i] > walk->dropped ? most[i] : walk->dropped;
-    walk->done = 1;
+    /* If a key is skipped, the dropped mass must not be 0. */
+    state->dropped_mass = key ? (real)FLT_MIN : 0;
+    for (int i = 0; key && i < LANES; i++)
+        state->dropped_mass = max_skipped_mass[i] > state->dropped_mass ? max_skipped_mass[i] : state->dropped_mass;
+    state->is_done = 1;
     return key;
 }
 
-static void walk_block(const Call *c, const Bound *bound, HeadBias bias, Walk *walk, int64_t batch, int64_t block,
-                       const real *k, const real *v, real *scores) {
-    const int64_t start = block * KEYS, own = larger_of(start, walk->place.lowest / STEP * STEP);
-    int64_t behind = start + visible_keys(&walk->place, start);
-    if (own < behind && bound->known && bound->steep) {
-        walk_keys(c, bound, bias, walk, batch, own, behind, k, v, scores);
-        behind = own;
+/* Read the keys of one block that the tile needs. */
+static void process_block(const Call *c, const Bound *bound, HeadBias bias, TileState *state, int64_t batch,
+                          int64_t block, const real *k, const real *v, real *scores) {
+    const int64_t start = block * KEY_BLOCK;
+    /* The group of keys that contains the key of the first row. */
+    const int64_t diagonal = larger_of(start, state->tile.first_position / KEY_GROUP * KEY_GROUP);
+    int64_t end = start + count_visible_keys(&state->tile, start);
+    if (diagonal < end && bound->exists && bound->is_steep) {
+        process_keys(c, bound, bias, state, batch, diagonal, end, k, v, scores);
+        end = diagonal;
     }
-    const int64_t from = behind > start ? first_needed(c, bound, walk, block, behind) : start;
-    if (from < behind) walk_keys(c, bound, bias, walk, batch, from, behind, k, v, scores);
-    walk->done |= start <= walk->place.reach;
+    const int64_t first_key = end > start ? find_first_needed_key(c, bound, state, block, end) : start;
+    if (first_key < end) process_keys(c, bound, bias, state, batch, first_key, end, k, v, scores);
+    state->is_done |= start <= state->tile.first_visible_key;
 }
 
-static void end_walk(const Call *c, Walk *walk, int64_t batch, int64_t head, int64_t row, real *line) {
+/* Write the results of a tile. `line` is scratch memory for one row. */
+static void finish_tile(const Call *c, TileState *state, int64_t batch, int64_t head, int64_t row, real *line) {
     const int padded = padded_dim(c);
-    const int64_t at = batch * c->heads + head, panel = at * panels_of(c) + row / PANEL;
-    c->first[panel] = (int32_t)walk->first;
-    c->dropped[panel] = (float)walk->dropped;
-    for (int i = 0; i < walk->place.rows; i++) {
-        const real sum = walk->sum[i / LANES][i % LANES], top = walk->top[i / LANES][i % LANES];
-        for (int t = 0; t < padded; t++) line[t] = walk->out[t * PANEL + i] / sum;
-        write_row(c, row_at(c, &c->out, batch, head, row + i), line);
-        c->lse[at * c->q_len + row + i] = (double)top + log((double)sum);
+    const int64_t head_index = batch * c->heads + head;
+    const int64_t tile_index = head_index * query_tile_count(c) + row / QUERY_TILE;
+    c->first_keys[tile_index] = (int32_t)state->first_key;
+    c->dropped_mass[tile_index] = (float)state->dropped_mass;
+    for (int i = 0; i < state->tile.row_count; i++) {
+        const real sum = state->weight_sum[i / LANES][i % LANES], max_score = state->max_score[i / LANES][i % LANES];
+        for (int t = 0; t < padded; t++) line[t] = state->out[t * QUERY_TILE + i] / sum;
+        write_row(c, row_address(c, &c->out, batch, head, row + i), line);
+        c->lse[head_index * c->q_len + row + i] = (double)max_score + log((double)sum);
     }
 }
 
-/* One item: ROWS queries of one head. */
-static void forward_rows(void *context, int64_t item, void *scratch) {
-    const Forward *forward = context;
+/* Compute one work item of the thread pool: ROWS_PER_ITEM queries of one head. */
+static void forward_item(void *context, int64_t item, void *scratch) {
+    const ForwardContext *forward = context;
     const Call *c = forward->call;
     const int padded = padded_dim(c);
-    const int64_t blocks = blocks_of(c->q_len, ROWS), at = item / blocks;
-    const int64_t batch = at / c->heads, head = at % c->heads, kv = kv_head(c, head);
-    const int64_t row = (blocks - 1 - item % blocks) * ROWS; /* the longest first, so that no thread ends on one */
-    const Bound *bound = &forward->bounds[at];
-    const HeadBias bias = head_bias(c, batch, head);
-    real *k_rows = scratch, *v_rows = k_rows + KEYS * padded, *scores = v_rows + KEYS * padded;
-    real *panels = scores + KEYS * PANEL;
+    const int64_t items_per_head = blocks_of(c->q_len, ROWS_PER_ITEM), head_index = item / items_per_head;
+    const int64_t batch = head_index / c->heads, head = head_index % c->heads, kv = kv_head_of(c, head);
+    /* The last queries read the most keys. They come first, so that no thread ends with a long item. */
+    const int64_t row = (items_per_head - 1 - item % items_per_head) * ROWS_PER_ITEM;
+    const Bound *bound = &forward->bounds[head_index];
+    const HeadBias bias = bias_of_head(c, batch, head);
+    real *k_rows = scratch, *v_rows = k_rows + KEY_BLOCK * padded, *scores = v_rows + KEY_BLOCK * padded;
+    real *tile_memory = scores + KEY_BLOCK * QUERY_TILE;
 
-    Walk walks[PANELS];
+    TileState states[TILES_PER_ITEM];
     int count = 0;
-    for (; count < PANELS && row + count * PANEL < c->q_len; count++) {
-        Walk *walk = &walks[count];
-        walk->queries = panels + count * (2 * padded + most_centres(c)) * PANEL;
-        walk->out = walk->queries + padded * PANEL;
-        walk->shifts = walk->out + padded * PANEL;
-        place_panel(c, batch, row + count * PANEL, &walk->place);
-        begin_walk(c, bound, walk, read_rows(c, &c->q, batch, head, row + count * PANEL, PANEL, c->q_len, k_rows));
+    for (; count < TILES_PER_ITEM && row + count * QUERY_TILE < c->q_len; count++) {
+        TileState *state = &states[count];
+        state->queries = tile_memory + count * (2 * padded + key_centroid_count(c)) * QUERY_TILE;
+        state->out = state->queries + padded * QUERY_TILE;
+        state->centroid_scores = state->out + padded * QUERY_TILE;
+        const int64_t tile_row = row + count * QUERY_TILE;
+        init_query_tile(c, batch, tile_row, &state->tile);
+        begin_tile(c, bound, state, read_rows(c, &c->q, batch, head, tile_row, QUERY_TILE, c->q_len, k_rows));
     }
-    int walking = count;
-    for (int64_t block = walks[count - 1].place.highest / KEYS; walking; block--) {
-        const real *k = read_rows(c, &c->k, batch, kv, block * KEYS, KEYS, c->k_len, k_rows);
-        const real *v = read_rows(c, &c->v, batch, kv, block * KEYS, KEYS, c->k_len, v_rows);
+    /* All tiles of the item share the keys and values of a block. */
+    int active_tiles = count;
+    for (int64_t block = states[count - 1].tile.last_position / KEY_BLOCK; active_tiles; block--) {
+        const real *k = read_rows(c, &c->k, batch, kv, block * KEY_BLOCK, KEY_BLOCK, c->k_len, k_rows);
+        const real *v = read_rows(c, &c->v, batch, kv, block * KEY_BLOCK, KEY_BLOCK, c->k_len, v_rows);
         for (int p = 0; p < count; p++) {
-            Walk *walk = &walks[p];
-            if (walk->done || !visible_keys(&walk->place, block * KEYS)) continue;
-            walk_block(c, bound, bias, walk, batch, block, k, v, scores);
-            walking -= walk->done;
+            TileState *state = &states[p];
+            if (state->is_done || !count_visible_keys(&state->tile, block * KEY_BLOCK)) continue;
+            process_block(c, bound, bias, state, batch, block, k, v, scores);
+            active_tiles -= state->is_done;
         }
     }
-    for (int p = 0; p < count; p++) end_walk(c, &walks[p], batch, head, row + p * PANEL, scores);
+    for (int p = 0; p < count; p++) finish_tile(c, &states[p], batch, head, row + p * QUERY_TILE, scores);
 }
 
 #endif

@@ -1,104 +1,119 @@
-/* The three matrix products of attention, on tiles that stay in registers and in the first-level cache.
+/* The three matrix products of attention.
  *
- * Everything is laid out "queries in lanes": a panel is PANEL query rows side by side, so that a row's maximum, sum and
- * bias are plain vector arithmetic, and keys and values are read as scalars, in place, with no packing. In each product
+ * A query tile is a group of QUERY_TILE query rows that are processed together. The data of a tile is stored with the
+ * queries side by side: [dim][query] or [key][query]. One vector therefore holds the same number of several queries,
+ * so that the maximum, the sum and the bias of each query are plain vector arithmetic. Keys and values stay in their
+ * memory layout [key][dim]. The three products are
  *
- *     dots(key, query)    = sum over dim   of key[key][dim]        * queries[dim][query]       panel_dots
- *     out(dim, query)    += sum over keys  of value[key][dim]      * weights[key][query]       panel_add
- *     grad(key, dim)     += sum over query of weights[key][query]  * rows[query][dim]          rows_add
+ *     scores[key][query]  = sum over dim     of  key[key][dim]        * query[dim][query]      compute_dots
+ *     out[dim][query]    += sum over keys    of  value[key][dim]      * weights[key][query]    add_weighted_rows
+ *     grad[key][dim]     += sum over queries of  weights[key][query]  * rows[query][dim]       add_key_gradients
  *
- * the left factor is a broadcast scalar and the right one a vector. 4 x 24 (or 6 x 16) running sums take 12 of AVX2's
- * 16 registers: enough to keep two fused multiply-adds per cycle, four cycles deep, busy. The loops load the vectors
- * first and each scalar where it is used; other orders make gcc spill a sum and run at half the speed.
+ * In each product, a scalar of the left factor is multiplied by a vector of the right factor. The running sums take 12
+ * of the 16 registers of AVX2. The loops load the vectors first, and each scalar directly before it is used. With
+ * another order, gcc stores some sums in memory and the code takes twice as long.
  */
-#ifndef TRAINSHORT_TILE_H
-#define TRAINSHORT_TILE_H
+#ifndef TRAINSHORT_MATMUL_H
+#define TRAINSHORT_MATMUL_H
 
 #include "simd.h"
 
 enum {
-    PANEL = 24, /* query rows in lanes */
-    WIDE = PANEL / LANES,
-    KEYS = 64, /* keys in a block */
-    STEP = 4,  /* keys that a panel reads or leaves out together */
-    CHAIN = 32,
-    PAD = 16,  /* in scratch, dims are padded with zeros to a multiple of this */
+    /* The number of query rows in a query tile. windowed_torch.py has the same constant. */
+    QUERY_TILE = 24,
+    /* The number of vectors that hold one number of each query in a tile. */
+    TILE_VECTORS = QUERY_TILE / LANES,
+    /* The number of keys in a block. The kernel reads keys block by block. */
+    KEY_BLOCK = 64,
+    /* The number of keys that a query tile reads or skips together. */
+    KEY_GROUP = 4,
+    /* A dot product is the sum of partial sums over this many dimensions. Shorter sums have smaller rounding errors. */
+    DOT_CHUNK = 32,
+    /* In scratch memory, rows are padded with zeros to a multiple of this many dimensions. */
+    DIM_PADDING = 16,
 };
 
-/* dots[key][query] for `keys` keys (rounded up to a multiple of four), whose rows are `stride` apart. Sums are cut
- * every CHAIN dims: shorter chains of roundings, a quarter less error. */
-static void panel_dots(const real *restrict queries, const real *restrict k, int64_t stride, int dim, int keys,
-                       real *restrict dots) {
-    for (int j = 0; j < keys; j += 4) {
+/* Compute dots[key][query] for `key_count` keys, rounded up to a multiple of four. The rows of `k` are `stride`
+ * apart. */
+static void compute_dots(const real *restrict queries, const real *restrict k, int64_t stride, int dim, int key_count,
+                         real *restrict dots) {
+    for (int j = 0; j < key_count; j += 4) {
         const real *k0 = k + j * stride, *k1 = k0 + stride, *k2 = k1 + stride, *k3 = k2 + stride;
-        for (int begin = 0; begin < dim; begin += CHAIN) {
-            const int end = begin + CHAIN < dim ? begin + CHAIN : dim;
-            vec sum[4][WIDE] = {{{0}}};
+        for (int begin = 0; begin < dim; begin += DOT_CHUNK) {
+            const int end = begin + DOT_CHUNK < dim ? begin + DOT_CHUNK : dim;
+            vec sum[4][TILE_VECTORS] = {{{0}}};
             for (int t = begin; t < end; t++) {
-                vec lanes[WIDE];
-                for (int w = 0; w < WIDE; w++) lanes[w] = load(queries + t * PANEL + w * LANES);
-                for (int w = 0; w < WIDE; w++) sum[0][w] += spread(k0[t]) * lanes[w];
-                for (int w = 0; w < WIDE; w++) sum[1][w] += spread(k1[t]) * lanes[w];
-                for (int w = 0; w < WIDE; w++) sum[2][w] += spread(k2[t]) * lanes[w];
-                for (int w = 0; w < WIDE; w++) sum[3][w] += spread(k3[t]) * lanes[w];
+                vec query[TILE_VECTORS];
+                for (int w = 0; w < TILE_VECTORS; w++) query[w] = load(queries + t * QUERY_TILE + w * LANES);
+                for (int w = 0; w < TILE_VECTORS; w++) sum[0][w] += spread(k0[t]) * query[w];
+                for (int w = 0; w < TILE_VECTORS; w++) sum[1][w] += spread(k1[t]) * query[w];
+                for (int w = 0; w < TILE_VECTORS; w++) sum[2][w] += spread(k2[t]) * query[w];
+                for (int w = 0; w < TILE_VECTORS; w++) sum[3][w] += spread(k3[t]) * query[w];
             }
             for (int r = 0; r < 4; r++)
-                for (int w = 0; w < WIDE; w++) {
-                    real *at = dots + (j + r) * PANEL + w * LANES;
-                    store(at, begin ? load(at) + sum[r][w] : sum[r][w]);
+                for (int w = 0; w < TILE_VECTORS; w++) {
+                    real *target = dots + (j + r) * QUERY_TILE + w * LANES;
+                    store(target, begin ? load(target) + sum[r][w] : sum[r][w]);
                 }
         }
     }
 }
 
-/* out[dim][query] += sum over keys of rows[key][dim] * weights[key][query]; dim is a multiple of four. */
-static void panel_add(real *restrict out, const real *restrict rows, int64_t stride, int dim, int keys,
-                      const real *restrict weights) {
+/* Add the sum over keys of rows[key][dim] * weights[key][query] to out[dim][query]. `dim` must be a multiple of
+ * four. */
+static void add_weighted_rows(real *restrict out, const real *restrict rows, int64_t stride, int dim, int key_count,
+                              const real *restrict weights) {
     for (int t = 0; t < dim; t += 4) {
-        vec sum[4][WIDE] = {{{0}}};
-        for (int j = 0; j < keys; j++) {
+        vec sum[4][TILE_VECTORS] = {{{0}}};
+        for (int j = 0; j < key_count; j++) {
             const real *row = rows + j * stride + t;
-            vec lanes[WIDE];
-            for (int w = 0; w < WIDE; w++) lanes[w] = load(weights + j * PANEL + w * LANES);
+            vec weight[TILE_VECTORS];
+            for (int w = 0; w < TILE_VECTORS; w++) weight[w] = load(weights + j * QUERY_TILE + w * LANES);
             for (int r = 0; r < 4; r++)
-                for (int w = 0; w < WIDE; w++) sum[r][w] += spread(row[r]) * lanes[w];
+                for (int w = 0; w < TILE_VECTORS; w++) sum[r][w] += spread(row[r]) * weight[w];
         }
         for (int r = 0; r < 4; r++)
-            for (int w = 0; w < WIDE; w++) {
-                real *at = out + (t + r) * PANEL + w * LANES;
-                store(at, load(at) + sum[r][w]);
+            for (int w = 0; w < TILE_VECTORS; w++) {
+                real *target = out + (t + r) * QUERY_TILE + w * LANES;
+                store(target, load(target) + sum[r][w]);
             }
     }
 }
 
-enum { COLUMNS = 2 }; /* vectors of dims that rows_add holds at once */
+/* The number of vectors of dimensions that `add_key_gradients` sums at a time. */
+enum { GRADIENT_VECTORS = 2 };
 
-/* `height` rows and COLUMNS vectors of `rows_add`; inlined with a constant height, so that the sums are registers. */
-INLINE void rows_add_tile(int height, real *restrict grad, const real *restrict rows, int64_t stride,
-                          const real *restrict weights) {
-    vec sum[6][COLUMNS] = {{{0}}};
-    for (int i = 0; i < PANEL; i++) {
-        vec lanes[COLUMNS];
-        for (int w = 0; w < COLUMNS; w++) lanes[w] = load(rows + i * stride + w * LANES);
-        for (int r = 0; r < height; r++)
-            for (int w = 0; w < COLUMNS; w++) sum[r][w] += spread(weights[r * PANEL + i]) * lanes[w];
+/* Compute a part of `add_key_gradients`: `key_count` keys and GRADIENT_VECTORS vectors of dimensions. The function is
+ * inlined with a constant number of keys, so that all sums are registers. */
+INLINE void add_key_gradients_part(int key_count, real *restrict grad, const real *restrict rows, int64_t stride,
+                                   const real *restrict weights) {
+    vec sum[6][GRADIENT_VECTORS] = {{{0}}};
+    for (int i = 0; i < QUERY_TILE; i++) {
+        vec row[GRADIENT_VECTORS];
+        for (int w = 0; w < GRADIENT_VECTORS; w++) row[w] = load(rows + i * stride + w * LANES);
+        for (int r = 0; r < key_count; r++)
+            for (int w = 0; w < GRADIENT_VECTORS; w++) sum[r][w] += spread(weights[r * QUERY_TILE + i]) * row[w];
     }
-    for (int r = 0; r < height; r++)
-        for (int w = 0; w < COLUMNS; w++) {
-            real *at = grad + r * stride + w * LANES;
-            store(at, load(at) + sum[r][w]);
+    for (int r = 0; r < key_count; r++)
+        for (int w = 0; w < GRADIENT_VECTORS; w++) {
+            real *target = grad + r * stride + w * LANES;
+            store(target, load(target) + sum[r][w]);
         }
 }
 
-/* grad[key][dim] += sum over a panel's queries of weights[key][query] * rows[query][dim], for an even number of keys.
- * All rows are `stride` apart and `stride` long, a multiple of PAD. */
-static void rows_add(real *restrict grad, const real *restrict rows, int64_t stride, int keys,
-                     const real *restrict weights) {
-    for (int t = 0; t < stride; t += COLUMNS * LANES) {
+/* Add the sum over the queries of a tile of weights[key][query] * rows[query][dim] to grad[key][dim].
+ *
+ * The number of keys must be even. All rows are `stride` long, which must be a multiple of DIM_PADDING. */
+static void add_key_gradients(real *restrict grad, const real *restrict rows, int64_t stride, int key_count,
+                              const real *restrict weights) {
+    for (int t = 0; t < stride; t += GRADIENT_VECTORS * LANES) {
         int j = 0;
-        for (; j + 6 <= keys; j += 6) rows_add_tile(6, grad + j * stride + t, rows + t, stride, weights + j * PANEL);
-        for (; j + 4 <= keys; j += 4) rows_add_tile(4, grad + j * stride + t, rows + t, stride, weights + j * PANEL);
-        for (; j + 2 <= keys; j += 2) rows_add_tile(2, grad + j * stride + t, rows + t, stride, weights + j * PANEL);
+        for (; j + 6 <= key_count; j += 6)
+            add_key_gradients_part(6, grad + j * stride + t, rows + t, stride, weights + j * QUERY_TILE);
+        for (; j + 4 <= key_count; j += 4)
+            add_key_gradients_part(4, grad + j * stride + t, rows + t, stride, weights + j * QUERY_TILE);
+        for (; j + 2 <= key_count; j += 2)
+            add_key_gradients_part(2, grad + j * stride + t, rows + t, stride, weights + j * QUERY_TILE);
     }
 }
 

@@ -1,110 +1,124 @@
-/* A panel of query rows: which positions and segments its lanes stand for, and its scores on a block of keys. */
-#ifndef TRAINSHORT_PANEL_H
-#define TRAINSHORT_PANEL_H
+/* A query tile: the positions and segments of its rows, the bias and the mask of its scores.
+ *
+ * Scores are stored as scores[key][query]. */
+#ifndef TRAINSHORT_QUERY_TILE_H
+#define TRAINSHORT_QUERY_TILE_H
 
 #include "args.h"
 
-enum { PANELS = 4, ROWS = PANELS * PANEL }; /* query rows that share one pass over the keys */
+/* The number of query tiles, and of query rows, that share one pass over the keys. */
+enum { TILES_PER_ITEM = 4, ROWS_PER_ITEM = TILES_PER_ITEM * QUERY_TILE };
 
 typedef struct {
-    ivec segment_id[WIDE];
-    int64_t lowest, highest; /* positions of the first and the last real row */
-    int64_t reach;           /* no row sees a key before this one (sliding window, segments) */
-    int rows;                /* real rows; the lanes after them are padding */
-} Panel;
+    ivec segment_id[TILE_VECTORS];
+    int64_t first_position, last_position; /* key positions of the first and the last row */
+    int64_t first_visible_key;             /* no row sees a key before this one (sliding window, segments) */
+    int row_count;                         /* the remaining rows of the tile are padding */
+} QueryTile;
 
-static void place_panel(const Call *c, int64_t batch, int64_t row, Panel *panel) {
-    panel->rows = (int)smaller_of(PANEL, c->q_len - row);
-    panel->lowest = position(c, row);
-    panel->highest = panel->lowest + panel->rows - 1;
-    panel->reach = larger_of(0, panel->lowest - c->window + 1);
+/* Fill in the positions and segments of the query tile that starts at a row. */
+static void init_query_tile(const Call *c, int64_t batch, int64_t row, QueryTile *tile) {
+    tile->row_count = (int)smaller_of(QUERY_TILE, c->q_len - row);
+    tile->first_position = position_of_row(c, row);
+    tile->last_position = tile->first_position + tile->row_count - 1;
+    tile->first_visible_key = larger_of(0, tile->first_position - c->window + 1);
     const int32_t *segment_ids = c->segment_ids ? c->segment_ids + batch * c->k_len : NULL;
-    int64_t earliest = panel->highest;
-    for (int i = 0; i < PANEL; i++) {
-        const int64_t at = panel->lowest + i, real_at = smaller_of(at, panel->highest);
-        panel->segment_id[i / LANES][i % LANES] = segment_ids ? segment_ids[real_at] : 0;
-        if (segment_ids) earliest = smaller_of(earliest, c->reach[batch * c->k_len + real_at]);
+    int64_t earliest_start = tile->last_position;
+    for (int i = 0; i < QUERY_TILE; i++) {
+        /* Padding rows get the segment of the last row. */
+        const int64_t position = smaller_of(tile->first_position + i, tile->last_position);
+        tile->segment_id[i / LANES][i % LANES] = segment_ids ? segment_ids[position] : 0;
+        if (segment_ids) earliest_start = smaller_of(earliest_start, c->segment_starts[batch * c->k_len + position]);
     }
-    if (segment_ids) panel->reach = larger_of(panel->reach, earliest);
+    if (segment_ids) tile->first_visible_key = larger_of(tile->first_visible_key, earliest_start);
 }
 
-/* How far each of some lanes lies behind or before a key. Rows and keys are told apart as whole numbers: a float has no
- * room for positions past 2^24, but every distance near zero is exact in it. */
-INLINE vec distances(const Panel *panel, int64_t key, int w) {
-    vec lanes;
-    for (int i = 0; i < LANES; i++) lanes[i] = (real)(w * LANES + i);
-    return (real)(panel->lowest - key) + lanes;
+/* Return the distances of the rows of vector `w` to a key. The positions are subtracted as integers, because a float
+ * cannot represent all positions above 2^24. */
+INLINE vec distances_to_key(const QueryTile *tile, int64_t key, int w) {
+    vec row;
+    for (int i = 0; i < LANES; i++) row[i] = (real)(w * LANES + i);
+    return (real)(tile->first_position - key) + row;
 }
 
-/* Keys of a block that some row of the panel can see; 0 when the block lies in the panel's future. */
-INLINE int visible_keys(const Panel *panel, int64_t start) {
-    return (int)larger_of(0, smaller_of(KEYS, panel->highest - start + 1));
+/* Return how many keys of the block that starts at `start` lie at or before the last row of the tile. */
+INLINE int count_visible_keys(const QueryTile *tile, int64_t start) {
+    return (int)larger_of(0, smaller_of(KEY_BLOCK, tile->last_position - start + 1));
 }
 
-/* dots -> scores: scale * dot + clock[row] - clock[key]. */
-static void add_clock(const Panel *panel, real scale, const double *clock, int64_t start, int keys,
-                      real *restrict scores) {
-    vec high[WIDE], low[WIDE];
-    for (int i = 0; i < PANEL; i++) {
-        const Reading row = reading(clock[smaller_of(panel->lowest + i, panel->highest)]);
+/* Replace each dot product by the score with a decay bias: scale * dot + c[row] - c[key]. */
+static void add_decay_bias(const QueryTile *tile, real scale, const double *cumulative_decay, int64_t start,
+                           int key_count, real *restrict scores) {
+    vec high[TILE_VECTORS], low[TILE_VECTORS];
+    for (int i = 0; i < QUERY_TILE; i++) {
+        const int64_t position = smaller_of(tile->first_position + i, tile->last_position);
+        const SplitDouble row = split_double(cumulative_decay[position]);
         high[i / LANES][i % LANES] = row.high, low[i / LANES][i % LANES] = row.low;
     }
-    for (int j = 0; j < keys; j++) {
-        const Reading key = reading(clock[smaller_of(start + j, panel->highest)]);
-        for (int w = 0; w < WIDE; w++) {
-            real *at = scores + j * PANEL + w * LANES;
-            store(at, load(at) * scale + ((high[w] - key.high) + (low[w] - key.low)));
+    for (int j = 0; j < key_count; j++) {
+        const SplitDouble key = split_double(cumulative_decay[smaller_of(start + j, tile->last_position)]);
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            real *score = scores + j * QUERY_TILE + w * LANES;
+            store(score, load(score) * scale + ((high[w] - key.high) + (low[w] - key.low)));
         }
     }
 }
 
-/* dots -> scores: scale * dot - slope * distance, from exact distances, or scale * dot + table[distance]: the lanes of a
- * panel stand side by side in the table. */
-static void add_bias(const Panel *panel, real scale, HeadBias bias, int64_t start, int keys, real *restrict scores) {
-    if (bias.clock) {
-        add_clock(panel, scale, bias.clock, start, keys, scores);
+/* Replace each dot product by the score: scale * dot + bias. The keys are the `key_count` keys from `start` on. */
+static void add_bias(const QueryTile *tile, real scale, HeadBias bias, int64_t start, int key_count,
+                     real *restrict scores) {
+    if (bias.cumulative_decay) {
+        add_decay_bias(tile, scale, bias.cumulative_decay, start, key_count, scores);
         return;
     }
     if (bias.table) {
-        for (int j = 0; j < keys; j++)
-            for (int w = 0; w < WIDE; w++) {
-                real *at = scores + j * PANEL + w * LANES;
-                store(at, load(at) * scale + load(bias.table + panel->lowest - (start + j) + w * LANES));
+        /* The rows of a tile have consecutive distances to a key, so their biases are consecutive in the table. */
+        for (int j = 0; j < key_count; j++)
+            for (int w = 0; w < TILE_VECTORS; w++) {
+                real *score = scores + j * QUERY_TILE + w * LANES;
+                const real *row_biases = bias.table + tile->first_position - (start + j) + w * LANES;
+                store(score, load(score) * scale + load(row_biases));
             }
         return;
     }
-    for (int j = 0; j < keys; j++)
-        for (int w = 0; w < WIDE; w++) {
-            real *at = scores + j * PANEL + w * LANES;
-            store(at, load(at) * scale - bias.slope * distances(panel, start + j, w));
+    for (int j = 0; j < key_count; j++)
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            real *score = scores + j * QUERY_TILE + w * LANES;
+            store(score, load(score) * scale - bias.slope * distances_to_key(tile, start + j, w));
         }
 }
 
-/* Whether some row of the panel must not see some of these keys. */
-INLINE int needs_hiding(const Call *c, const Panel *panel, int64_t start, int keys) {
-    return c->segment_ids || start + keys - 1 > panel->lowest || panel->highest - start >= c->window;
+/* Return whether some row of the tile must not see some of the keys. */
+INLINE int needs_mask(const Call *c, const QueryTile *tile, int64_t start, int key_count) {
+    const int has_future_keys = start + key_count - 1 > tile->first_position;
+    const int has_keys_outside_window = tile->last_position - start >= c->window;
+    return c->segment_ids || has_future_keys || has_keys_outside_window;
 }
 
-INLINE ivec hidden_lanes(const Call *c, const Panel *panel, int64_t batch, int64_t key, int w) {
-    ivec lane;
-    for (int i = 0; i < LANES; i++) lane[i] = w * LANES + i;
-    /* The row at lowest + lane sees the key if 0 <= lowest + lane - key < window. */
-    const int64_t ahead = key - panel->lowest, beyond = ahead + c->window;
-    ivec hidden = (lane < (whole)smaller_of(larger_of(ahead, 0), PANEL)) |
-                  (lane >= (whole)smaller_of(larger_of(beyond, 0), PANEL));
+/* Return which rows of vector `w` must not see a key. */
+INLINE ivec hidden_rows(const Call *c, const QueryTile *tile, int64_t batch, int64_t key, int w) {
+    ivec row;
+    for (int i = 0; i < LANES; i++) row[i] = w * LANES + i;
+    /* The row at first_position + row sees the key if 0 <= first_position + row - key < window. */
+    const int64_t first_row = key - tile->first_position, end_row = first_row + c->window;
+    ivec hidden = (row < (whole)smaller_of(larger_of(first_row, 0), QUERY_TILE)) |
+                  (row >= (whole)smaller_of(larger_of(end_row, 0), QUERY_TILE));
     if (c->segment_ids) {
-        const int64_t last = smaller_of(key, c->k_len - 1); /* keys past the end are in everybody's future */
-        hidden |= panel->segment_id[w] != c->segment_ids[batch * c->k_len + last];
+        /* Keys after the last key lie in the future of every row, so their segment has no effect. */
+        const int64_t last_key = smaller_of(key, c->k_len - 1);
+        hidden |= tile->segment_id[w] != c->segment_ids[batch * c->k_len + last_key];
     }
     return hidden;
 }
 
-/* The future, what is outside the window, and other segments get -infinity. */
-static void hide(const Call *c, const Panel *panel, int64_t batch, int64_t start, int keys, real *restrict scores) {
-    for (int j = 0; j < keys; j++)
-        for (int w = 0; w < WIDE; w++) {
-            real *at = scores + j * PANEL + w * LANES;
-            store(at, choose(hidden_lanes(c, panel, batch, start + j, w), spread(-INFINITY), load(at)));
+/* Set the scores of hidden keys to -infinity: keys in the future, outside of the window, or of other segments. */
+static void mask_scores(const Call *c, const QueryTile *tile, int64_t batch, int64_t start, int key_count,
+                        real *restrict scores) {
+    for (int j = 0; j < key_count; j++)
+        for (int w = 0; w < TILE_VECTORS; w++) {
+            real *score = scores + j * QUERY_TILE + w * LANES;
+            const ivec hidden = hidden_rows(c, tile, batch, start + j, w);
+            store(score, choose(hidden, spread(-INFINITY), load(score)));
         }
 }
 
