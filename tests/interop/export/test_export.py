@@ -134,7 +134,7 @@ def test_weights_that_an_export_lacks_are_told_and_not_made_up(tmp_path, capfd):
     export(make_run(tmp_path / "run", biases=False), "hf-mpt", out)
     weights = load_file(out / "model.safetensors")
     save_file({name: weights[name] for name in sorted(weights)[1:]}, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks weights \(.*\); save the model anew"):
+    with pytest.raises(InputError, match=r"lacks weights \(.*\)"):
         verify(out)
     assert capfd.readouterr() == ("", "")
 

@@ -233,5 +233,9 @@ def _format_cell(result: dict[str, Any], key: str, unit: float) -> str:
 
 
 COST = Analysis(
-    "what does each position method cost at each length?", run, table, slow=True, check=choose_configurations
+    "how fast are the position methods, and how much memory do they need?",
+    run,
+    table,
+    slow=True,
+    check=choose_configurations,
 )

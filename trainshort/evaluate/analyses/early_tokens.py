@@ -291,4 +291,9 @@ def table(result: dict[str, Any]) -> Group:
     return with_title(title, rows_table)
 
 
-EARLY_TOKENS = Analysis("longer context, or only fewer early tokens?", run, table, check=choose_lengths)
+EARLY_TOKENS = Analysis(
+    "does a longer input help through its longer context, or through fewer early tokens?",
+    run,
+    table,
+    check=choose_lengths,
+)

@@ -202,4 +202,6 @@ def table(result: dict[str, Any]) -> Group:
     return with_title(title, rows_table)
 
 
-FAR_CONTEXT = Analysis("does context farther than d tokens matter?", run, table, check=choose_length_and_distances)
+FAR_CONTEXT = Analysis(
+    "does the model use context that is farther away than d tokens?", run, table, check=choose_length_and_distances
+)

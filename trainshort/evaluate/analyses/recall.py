@@ -185,4 +185,4 @@ def table(result: dict[str, Any]) -> Group:
     return with_title(title, rows_table)
 
 
-RECALL = Analysis("is something that stood d tokens ago still found?", run, table, check=choose_distances)
+RECALL = Analysis("does the model find something that appeared d tokens earlier?", run, table, check=choose_distances)
