@@ -142,9 +142,10 @@ def evaluate(
 
 
 def _check_plan(target: Target, plan: Sweep) -> None:
-    """Raise `InputError` if a plan is not possible, before anything is computed."""
-    if target.mask is not None and plan.stride is not None:
-        raise InputError("--stride does not support encoders. Leave out --stride to evaluate without overlap.")
+    """Raise `InputError` if a plan is not possible. This check runs before anything is computed."""
+    is_encoder = target.mask is not None
+    if is_encoder and plan.stride is not None:
+        raise InputError("Encoders are evaluated without overlap and do not support --stride. Leave out --stride.")
     if not plan.lengths:
         raise InputError("No length to evaluate. Give at least one length.")
     for length in plan.lengths:

@@ -105,6 +105,10 @@ class HuggingFaceTarget(Target):
     def token_nll(
         self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], first: int
     ) -> Float[Tensor, "batch scored"]:
+        """Return the negative log-likelihood of each target from position `first` on (see `Target.token_nll`).
+
+        The head, which computes the logits, is applied to a few positions at a time to save memory.
+        """
         if self._body_and_head is None:
             return self._token_nll_from_full_logits(tokens, targets, first)
 
@@ -135,6 +139,10 @@ class HuggingFaceTarget(Target):
 
     @contextmanager
     def for_length(self, override: Override | None, length: int) -> Iterator[None]:
+        """Context manager: prepare the model for inputs of a given length (see `Target.for_length`).
+
+        Models with an ALiBi table, such as MPT, compute a larger table if the length requires it.
+        """
         with super().for_length(override, length), ExitStack() as stack:
             config = self.model.config
             setting = ALIBI_TABLE_SETTINGS.get(config.model_type)
@@ -144,8 +152,11 @@ class HuggingFaceTarget(Target):
             yield
 
     def length_error_reason(self, error: Exception, length: int) -> str | None:
-        # Past the declared length, models fail in different ways, for example with an index outside of a table.
-        # An error at a shorter length has another cause.
+        """Return why the model does not support an input length (see `Target.length_error_reason`).
+
+        Past the length that the config declares, models fail in different ways, for example with an index outside of a
+        table. An error at a shorter length has another cause, and the result is None.
+        """
         exceeds_length = self.trained_at is not None and length > self.trained_at
         if not exceeds_length or not isinstance(error, IndexError | RuntimeError):
             return None
@@ -165,6 +176,7 @@ class HuggingFaceTarget(Target):
             return None
 
     def tokenizer(self) -> TextTokenizer:
+        """Return the tokenizer of the model. Raise `InputError` if the model has no tokenizer."""
         # If a folder has no tokenizer files, transformers can return a tokenizer that has only special tokens.
         if self._tokenizer is None or not _has_normal_tokens(self._tokenizer):
             raise InputError(
@@ -173,6 +185,7 @@ class HuggingFaceTarget(Target):
         return HuggingFaceTokenizer(self.name, self._tokenizer)
 
     def extra_description(self) -> dict[str, Any]:
+        """Return the class of the model and the simple settings of its config."""
         config_values = self.model.config.to_diff_dict()
         return {
             "class": type(self.model).__name__,

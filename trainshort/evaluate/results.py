@@ -439,7 +439,8 @@ class Query:
         Evaluations with an override of the model, or with another precision than float32, never match.
         """
         protocol = evaluation.protocol
-        is_as_trained = protocol["slopes"] is None and protocol["precision"] == "float32"
+        has_override = protocol["slopes"] is not None  # The key "slopes" contains every kind of override.
+        is_as_trained = not has_override and protocol["precision"] == "float32"
         has_same_stride = protocol["stride"] == self.stride
         return (
             self._has_same_weights(evaluation) and is_as_trained and has_same_stride and self._has_same_text(evaluation)

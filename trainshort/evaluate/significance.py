@@ -241,10 +241,7 @@ def bounds(bins: list[Bin]) -> tuple[tuple[float, ...], tuple[float, ...]]:
 #
 # The summary is stored as one JSON file in the run folder. Its field "summary" is a line for readers:
 #
-#     trained at 128, good to 4,096+    The loss at 4,096 tokens is no worse than at 128. No longer length was tested.
-#     trained at 128, good to 160       The loss at the next tested length is significantly higher.
-#     trained at 128, good to 160, inconclusive at 256 (too little text)
-#     trained at 128, cannot read past 128
+#     trained at 128, good to 4,096+
 #
 # "Good" means that the loss is less than MIN_EFFECT_NATS above the loss at the training length, at this length and at
 # all shorter tested lengths.
@@ -352,7 +349,15 @@ def _summarize_row(row: LengthScore) -> dict[str, Any]:
 
 
 def _format_summary(evaluation: Evaluation, rows: list[LengthScore], no_worse: dict[str, Any]) -> str:
-    """Return the summary as a line of text, such as "trained at 128, good to 4,096+".
+    """Return the summary as a line of text.
+
+    - "trained at 128, good to 160+": the loss at all tested lengths up to 160 is good. No longer length was tested.
+    - "trained at 128, good to 160": the loss at the next tested length is higher, or there is no result.
+    - "trained at 128, good to 160, inconclusive at 256 (too little text)": the loss at 256 seems to be higher, but the
+      difference is not significant.
+    - "trained at 128, cannot read past 160": the model supports no longer inputs.
+
+    If the training length is unknown, the line starts with "compared with" and the shortest length.
 
     Args:
         evaluation: The evaluation.

@@ -172,17 +172,21 @@ class ModelTarget(Target):
     def token_nll(
         self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], first: int
     ) -> Float[Tensor, "batch scored"]:
+        """Return the negative log-likelihood of each target from position `first` on (see `Target.token_nll`)."""
         return self.model.token_nll(tokens, targets, first)
 
     def tokenizer(self) -> TextTokenizer:
+        """Raise `InputError`, because a model in memory has no tokenizer."""
         raise InputError(f"{self.name} has no tokenizer. Pass tokens instead of text, or evaluate a run.")
 
     def for_length(self, override: Override | None, length: int) -> AbstractContextManager[None]:
+        """Return a context manager that runs the model with an override (see `Target.for_length`)."""
         if override is None:
             return nullcontext()
         return apply_override(self.model, override, self.trained_at or length, length)
 
     def extra_description(self) -> dict[str, Any]:
+        """Return the position method and the config of the model."""
         return {"position": self.model.config.position, "model": self.model.config.model_dump(mode="json")}
 
 
@@ -227,9 +231,11 @@ class RunTarget(ModelTarget):
         self.bos = self._tokenizer.end or 0
 
     def tokenizer(self) -> TextTokenizer:
+        """Return the tokenizer of the run."""
         return self._tokenizer
 
     def extra_description(self) -> dict[str, Any]:
+        """Return the training step, the position method and the config of the model."""
         return {"step": self.step, **super().extra_description()}
 
 

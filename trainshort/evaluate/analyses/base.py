@@ -115,7 +115,7 @@ class AnalysisContext:
         return np.stack(windows).astype(np.int64)
 
     def sample_ends(self, max_length: int) -> Int[np.ndarray, " samples"]:
-        """Choose positions in the text that are spread evenly.
+        """Choose the positions in the text at which samples end. The positions are spread evenly over the text.
 
         Args:
             max_length: The length of the longest context. Each position has at least `max_length` + 1 tokens before it.
@@ -123,9 +123,11 @@ class AnalysisContext:
         Returns:
             The positions. There are `samples` positions, or fewer if the text is short.
         """
-        num_possible_ends = len(self.tokens) - (max_length + 1)
-        count = max(1, min(self.samples, num_possible_ends // SCORED_TOKENS))
-        return max_length + 1 + np.linspace(0, num_possible_ends, count).astype(np.int64)
+        first_end = max_length + 1
+        num_remaining_tokens = len(self.tokens) - first_end
+        # In a short text, fewer samples are chosen, so that the scored tokens of two samples do not overlap.
+        count = max(1, min(self.samples, num_remaining_tokens // SCORED_TOKENS))
+        return first_end + np.linspace(0, num_remaining_tokens, count).astype(np.int64)
 
     def sample_windows(self, ends: Int[np.ndarray, " samples"], length: int) -> Int[np.ndarray, "samples window"]:
         """Return the `length` + 1 tokens before each position, as `score` expects them."""

@@ -219,7 +219,13 @@ def table(result: dict[str, Any]) -> Group:
 
 
 def _format_cell(result: dict[str, Any], key: str, unit: float) -> str:
-    """Return a value of a measurement in a given unit. The cell is empty if the value is unknown."""
+    """Return one cell of the table.
+
+    Args:
+        result: The measurement of training or inference. If memory was missing, the cell is "OOM".
+        key: The value to show, "tokens_per_second" or "memory". If the value is unknown, the cell is empty.
+        unit: The number by which the value is divided.
+    """
     if result["status"] != "measured":
         return "OOM"
     value = result[key]
@@ -227,5 +233,9 @@ def _format_cell(result: dict[str, Any], key: str, unit: float) -> str:
 
 
 COST = Analysis(
-    "what does each position method cost at each length?", run, table, slow=True, check=choose_configurations
+    "how fast are the position methods, and how much memory do they need?",
+    run,
+    table,
+    slow=True,
+    check=choose_configurations,
 )

@@ -92,19 +92,25 @@ def score_with_stride_1(
     sampled_targets: Int[np.ndarray, " samples"],
     non_overlapping: Float[np.ndarray, " tokens"],
 ) -> Float[np.ndarray, " samples"]:
-    """Compute the losses of targets with full context, which means that each target is the last token of its window.
+    """Compute the losses of sampled targets with stride 1.
+
+    With stride 1, each target is the last token of its own window. It therefore has as much context as possible.
 
     Args:
         context: The model and the text.
-        length: The input length.
+        length: The number of tokens in a window.
         sampled_targets: The positions of the targets in the text.
-        non_overlapping: The losses of all targets without overlap. The first `length` targets of the text have the same
-            context with and without overlap, so their losses are copied.
+        non_overlapping: The losses of all tokens of the text without overlap. The first `length` tokens of the text
+            have the same context with stride 1, so their losses are copied.
+
+    Returns:
+        The loss of each sampled target.
     """
     losses = non_overlapping[sampled_targets].copy()
     has_full_context = sampled_targets >= length
     if has_full_context.any():
-        windows = context.sample_windows(sampled_targets[has_full_context] + 1, length)
+        window_ends = sampled_targets[has_full_context] + 1  # The target is the last token before the end.
+        windows = context.sample_windows(window_ends, length)
         losses[has_full_context] = context.score(windows, 1)[:, 0]
     return losses
 
@@ -131,7 +137,8 @@ def loss_increase_with_replaced_context(
     has_full_context = sampled_targets >= length
     if not has_full_context.any():
         return None
-    windows = context.sample_windows(sampled_targets[has_full_context] + 1, length)
+    window_ends = sampled_targets[has_full_context] + 1  # The target is the last token before the end.
+    windows = context.sample_windows(window_ends, length)
     num_replaced = length - num_kept_tokens
     other_starts = context.rng().integers(len(context.tokens) - length, size=len(windows))
     windows[:, :num_replaced] = context.windows_at(other_starts, num_replaced)
@@ -144,7 +151,12 @@ def _make_row(
 ) -> dict[str, Any]:
     """Compute the gain of one input length over the shortest length, and its two parts.
 
-    The two parts add up to the gain exactly, because the loss with stride 1 is computed from differences.
+    - The gain is how much lower the loss without overlap is.
+    - The part from longer context is how much lower the loss with stride 1 is.
+    - The part from fewer early tokens is the rest of the gain. Early tokens are the first tokens of a window, which
+      have little context.
+
+    The early-token curse is the loss without overlap minus the loss with stride 1.
 
     Args:
         length: The input length.
@@ -156,6 +168,8 @@ def _make_row(
     gain = float(base.non_overlapping.mean() - losses.non_overlapping.mean())
     context_gains = base.stride_1 - losses.stride_1  # one value per sampled target
     from_context = float(context_gains.mean())
+    # The loss with stride 1 is known for the sampled targets only. For the complete text, it is estimated from the
+    # differences on the sampled targets, because differences vary less than losses.
     base_curse = (base.non_overlapping[sampled_targets] - base.stride_1).mean()
     stride_1_loss = float(base.non_overlapping.mean() - base_curse - context_gains.mean())
 
@@ -254,7 +268,11 @@ def _describe_part(cause: str, effect: float, interval: Interval | None) -> str:
 
 
 def table(result: dict[str, Any]) -> Group:
-    """Return the table of the losses and the gains at each input length."""
+    """Return the table of the losses and the gains at each input length.
+
+    The column "curse" is the loss without overlap minus the loss with stride 1. The columns "early" and "context" are
+    the two parts of the gain over the shortest length. The last column belongs to "context".
+    """
     title = f"Early-token curse; stride 1 measured on {result['samples']:,} targets; gains in nats"
     columns = ("length", "ppl no overlap", "stride 1", "curse", "gain", "early", "context", "± 95 %")
     rows_table = new_table(*columns)
@@ -273,4 +291,9 @@ def table(result: dict[str, Any]) -> Group:
     return with_title(title, rows_table)
 
 
-EARLY_TOKENS = Analysis("longer context, or only fewer early tokens?", run, table, check=choose_lengths)
+EARLY_TOKENS = Analysis(
+    "does a longer input help through its longer context, or through fewer early tokens?",
+    run,
+    table,
+    check=choose_lengths,
+)

@@ -117,9 +117,11 @@ def corrupt_far_context(
     Args:
         windows: Windows of the text. The last `SCORED_TOKENS` tokens of each window are scored.
         near: The number of tokens before the scored tokens that are kept.
-        corruption: How the earlier tokens are corrupted.
+        corruption: How the earlier tokens are corrupted. "shuffle" changes their order, "replace" puts other text of
+            the same corpus in their place, and "cut" removes them.
         context: The text and the random seed.
     """
+    # A window consists of the far tokens, the near tokens and the scored tokens.
     num_far_tokens = windows.shape[1] - SCORED_TOKENS - near
     if corruption == "cut":
         return windows[:, num_far_tokens:]
@@ -200,4 +202,6 @@ def table(result: dict[str, Any]) -> Group:
     return with_title(title, rows_table)
 
 
-FAR_CONTEXT = Analysis("does context farther than d tokens matter?", run, table, check=choose_length_and_distances)
+FAR_CONTEXT = Analysis(
+    "does the model use context that is farther away than d tokens?", run, table, check=choose_length_and_distances
+)

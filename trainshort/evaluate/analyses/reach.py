@@ -267,4 +267,6 @@ def table(result: dict[str, Any]) -> Group:
     return with_title(title, rows_table)
 
 
-REACH = Analysis("how far does each head look, and how far could it?", run, table, check=choose_model_and_length)
+REACH = Analysis(
+    "how far does each attention head look, and how far could it look?", run, table, check=choose_model_and_length
+)

@@ -37,23 +37,29 @@ MIN_RECALL_DISTANCE = 2 * (CUE + VALUE)
 
 
 def choose_distances(context: AnalysisContext) -> list[int]:
-    """Return the distances that fit into the text and into the longest input of the model.
+    """Return the distances between a sequence and its repetition.
+
+    The user chooses the distances with the option `--lengths`. The default distances are multiples of the training
+    length. Default distances that do not fit into the text or into the longest input of the model are left out.
 
     Raises:
         InputError: If no distance fits, or if the largest distance that the user chose does not fit.
     """
     requested = context.choose_lengths(1, 2, 4, 8, 16, 32)
     num_tokens = len(context.tokens)
-    max_inputs = min(num_tokens - 1, context.target.max_length or num_tokens)
+    max_sample_length = min(num_tokens - 1, context.target.max_length or num_tokens)
+    is_user_choice = len(context.lengths) > 0
     largest = requested[-1]
-    if context.lengths and sample_length(context, largest) > max_inputs:
+    largest_sample_length = sample_length(context, largest)
+    if is_user_choice and largest_sample_length > max_sample_length:
         raise InputError(
-            f"Recall at a distance of {largest:,} tokens requires an input of {sample_length(context, largest):,} "
-            f"tokens, but the text and the model allow {max_inputs:,}. Use a longer text or shorter --lengths."
+            f"Recall at a distance of {largest:,} tokens requires an input of {largest_sample_length:,} tokens, but "
+            f"the text and the model allow {max_sample_length:,}. Use a longer text or shorter --lengths."
         )
     distances = []
     for distance in requested:
-        if distance >= MIN_RECALL_DISTANCE and sample_length(context, distance) <= max_inputs:
+        fits = sample_length(context, distance) <= max_sample_length
+        if fits and distance >= MIN_RECALL_DISTANCE:
             distances.append(distance)
     if not distances:
         raise InputError(
@@ -91,12 +97,14 @@ def run(context: AnalysisContext) -> dict[str, Any]:
 
 
 def sample_length(context: AnalysisContext, distance: int) -> int:
-    """Return the number of tokens in a sample: the lead, the distance, and the repeated sequence.
+    """Return the number of tokens in a sample.
 
-    The lead is text before the first sequence. It has half of the training length.
+    A sample consists of the lead, a sequence, other text, and the repetition of the sequence. The lead is text that has
+    half of the training length. The distance is measured from the start of the sequence to the start of its repetition.
     """
     lead = context.trained_at // 2
-    return lead + distance + CUE + VALUE
+    sequence_length = CUE + VALUE
+    return lead + distance + sequence_length
 
 
 def make_samples(
@@ -177,4 +185,4 @@ def table(result: dict[str, Any]) -> Group:
     return with_title(title, rows_table)
 
 
-RECALL = Analysis("is something that stood d tokens ago still found?", run, table, check=choose_distances)
+RECALL = Analysis("does the model find something that appeared d tokens earlier?", run, table, check=choose_distances)

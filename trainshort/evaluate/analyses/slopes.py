@@ -144,4 +144,6 @@ def table(result: dict[str, Any]) -> Group:
     return with_title(title, rows_table)
 
 
-SLOPES = Analysis("do other slopes use context beyond the training length?", run, table, check=choose_model_and_lengths)
+SLOPES = Analysis(
+    "does the model use a longer context with other ALiBi slopes?", run, table, check=choose_model_and_lengths
+)
