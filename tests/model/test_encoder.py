@@ -232,5 +232,5 @@ def test_evaluation_of_a_causal_model_has_no_masks(tmp_path):
     run_folder = make_run(tmp_path)
     assert run_command("evaluate", str(run_folder), "--lengths", "16", "--max-tokens", "64") == 0
     (evaluation,) = evaluations(run_folder)
-    assert evaluation.measure == "perplexity"
+    assert evaluation.metric_name == "perplexity"
     assert "masked" not in evaluation.protocol

@@ -121,7 +121,7 @@ def _format_unknown_setting(setting: str, known: list[str]) -> str:
     section, _, name = setting.rpartition(".")
     suggestion = did_you_mean(name, known)
     if section:
-        # " Did you mean 'steps'?" becomes " Did you mean 'train.steps'?"
+        # Add the section to the suggestion: " Did you mean 'steps'?" becomes " Did you mean 'train.steps'?"
         suggestion = suggestion.replace("'", f"'{section}.", 1)
     return f"Unknown setting '{setting}'.{suggestion}"
 
@@ -133,12 +133,14 @@ def _format_invalid_value(setting: str, error: ErrorDetails) -> str:
         setting: The dotted name of the setting. The name is empty if the error concerns the whole config.
         error: The details that pydantic reports.
     """
+    # pydantic puts "Value error, " before the message of a ValueError. Users write lists instead of tuples.
     reason = error["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
     if error["type"] == "model_type":
         reason = "it is a group of settings"
 
     if not setting:
         return f"{reason}."
+    # The message of a ValueError comes from a validator of this package and names the invalid value itself.
     if error["type"] == "value_error":
         return f"In '{setting}': {reason}."
     lowercase_reason = reason[0].lower() + reason[1:]
@@ -147,6 +149,13 @@ def _format_invalid_value(setting: str, error: ErrorDetails) -> str:
 
 def _field_names(config_class: type[BaseModel], location: Location) -> list[str]:
     """Return the names of all settings in the nested config at `location`.
+
+    Args:
+        config_class: The config class in which `location` starts.
+        location: The names of the nested configs, from the outer to the inner config.
+
+    Raises:
+        LookupError: If `location` contains a setting that is not a nested config.
 
     Example:
         >>> _field_names(RunConfig, ("model", "adaptive"))

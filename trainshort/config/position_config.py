@@ -213,8 +213,9 @@ def parse_method_config(position: str, values: Mapping[str, Any] | StrictConfig 
     """Create the settings of a position method and validate all values.
 
     Args:
-        position: The name of the position method. Settings of a method that is not registered are not checked.
-        values: The settings by name, or a config. None stands for the default settings.
+        position: The name of the position method. If no method is registered under this name, for example because its
+            plug-in is missing, all settings are accepted.
+        values: The settings by name, or a config. None means the default settings.
 
     Returns:
         The validated settings.
@@ -253,13 +254,13 @@ def setting_of_other_method_message(name: str, position: str) -> str:
         position: The name of the position method.
     """
     known_settings = list(methods.get(position).config_class.model_fields)
-    owners = []
-    for other_position, method in methods.items():
+    methods_with_setting = []
+    for method_name, method in methods.items():
         if name in method.config_class.model_fields:
-            owners.append(other_position)
+            methods_with_setting.append(method_name)
 
-    if owners:
-        suggestion = f" It belongs to {' and '.join(owners)}."
+    if methods_with_setting:
+        suggestion = f" It belongs to {' and '.join(methods_with_setting)}."
     else:
         suggestion = did_you_mean(name, known_settings)
     settings_text = f"has {', '.join(known_settings)}" if known_settings else "has none"

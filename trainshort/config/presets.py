@@ -60,14 +60,16 @@ def books() -> ModelConfig:
     The layers are those of `wikitext103`. The vocabulary is BERT's, and one matrix is used as embedding and output
     matrix.
     """
-    # The paper says "29K". BERT's cased vocabulary has 28,996 tokens. 29,056 is the next multiple of 64.
+    # The paper gives the vocabulary size as "29K". BERT's cased vocabulary has 28,996 tokens. 29,056 is the next
+    # multiple of 64.
     return wikitext103().replace(vocab_size=29_056, adaptive=None, head_dropout=0.0)
 
 
 def cc100() -> ModelConfig:
     """Return the ALiBi paper's CC100+RoBERTa model with 1.3 billion parameters.
 
-    The paper does not give all settings. The missing settings are those of BASE Layers, see docs/reproduce.md.
+    The paper does not give all settings. The missing settings are those of the model "BASE Layers" (Lewis et al.,
+    2021). See docs/reproduce.md.
     """
     return ModelConfig(
         vocab_size=51_200,

@@ -43,7 +43,7 @@ _POSITION_CLASSES = {
 
 positions: "Registry[type[PositionMethod]]" = Registry(
     "position method",
-    builtin={name: (place, methods.describe(name)) for name, place in _POSITION_CLASSES.items()},
+    builtin={name: (import_path, methods.describe(name)) for name, import_path in _POSITION_CLASSES.items()},
     on_register="trainshort.model.positions.base:register_settings",
 )
 

@@ -39,6 +39,8 @@ class AdaptiveConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _check_cutoffs(self) -> Self:
+        """Check that the cutoffs are positive and ascending, and that there is at least one cutoff."""
+        # The set removes duplicates, so this comparison fails for equal numbers too.
         is_ascending = list(self.cutoffs) == sorted(set(self.cutoffs))
         if not self.cutoffs or not is_ascending or self.cutoffs[0] < 1:
             raise ValueError(
@@ -134,13 +136,21 @@ class ModelConfig(StrictConfig):
     @model_validator(mode="before")
     @classmethod
     def _parse_position_settings(cls, values: Any) -> Any:
-        """Parse `position_settings` with the settings class of the position method."""
+        """Parse `position_settings` with the settings class of the position method.
+
+        Args:
+            values: The settings of the model before the validation, usually a dictionary.
+
+        Returns:
+            The settings with a parsed `position_settings`. Values of a wrong type are returned unchanged, because
+            pydantic reports them afterwards.
+        """
         if not isinstance(values, dict):
             return values
         position = values.get("position", "alibi")
         position_settings = values.get("position_settings")
         if not isinstance(position, str) or not isinstance(position_settings, Mapping | StrictConfig | None):
-            return values  # pydantic reports the wrong type.
+            return values
         return values | {"position_settings": parse_method_config(position, position_settings)}
 
     @model_validator(mode="after")
@@ -155,6 +165,7 @@ class ModelConfig(StrictConfig):
         if self.heads % self.key_heads != 0:
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
 
+        # NoPE heads are heads without positions. They must consist of complete groups that share a key-value head.
         num_position_heads = self.heads - self.nope_heads
         heads_per_kv_head = self.heads // self.key_heads
         if num_position_heads < 1:
@@ -196,7 +207,10 @@ class ModelConfig(StrictConfig):
 
     @property
     def num_rotary_kv_heads(self) -> int:
-        """The number of key-value heads that a position method may rotate. The others belong to NoPE heads."""
+        """The number of key-value heads that a position method may rotate.
+
+        The remaining key-value heads belong to NoPE heads (heads without positions) and are not rotated.
+        """
         num_position_heads = self.heads - self.nope_heads
         return self.key_heads * num_position_heads // self.heads
 
@@ -227,8 +241,8 @@ class ModelConfig(StrictConfig):
         """Raise an error if this model is an encoder (`causal=False`).
 
         Args:
-            feature: The feature that requires a causal model, as the subject of a sentence. Error messages start
-                with this text.
+            feature: The feature that requires a causal model, for example "A cache". The error message starts with this
+                text.
 
         Raises:
             InputError: If `causal` is false.
@@ -296,6 +310,7 @@ class OptimConfig(StrictConfig):
     @field_validator("betas")
     @classmethod
     def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        """Check that both decay rates are at least 0 and less than 1."""
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"expected two numbers from 0 to less than 1, got {betas[0]} and {betas[1]}")
         return betas
@@ -339,6 +354,7 @@ class TrainConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _check_micro_batch(self) -> Self:
+        """Check that a batch consists of complete micro-batches."""
         if self.micro_batch is not None and self.batch % self.micro_batch != 0:
             raise ValueError(f"micro_batch {self.micro_batch} must divide batch {self.batch}")
         return self
@@ -414,6 +430,7 @@ def load_config(path: Path) -> RunConfig:
             f"{path} belongs to a Hugging Face model. Import the model first with `trainshort import`."
         )
     if values.get("format", CONFIG_FORMAT) != CONFIG_FORMAT:
-        # Another format may have other settings. The error must name the format and not an unknown setting.
+        # Another format may have settings that this version does not know. With the format alone, the error message
+        # names the wrong format instead of an unknown setting.
         values = {"format": values["format"]}
     return RunConfig.parse(values, origin_path=path)

@@ -1,7 +1,7 @@
 """The compiled decoder: it processes one token with all layers of a model in a single call of compiled code.
 
 Decoding one token mainly costs the time to read all weights once. PyTorch reads the weights with a single core in this
-case, the compiled code reads them with all cores.
+case. The compiled code reads the weights with all cores.
 
 kernels/decode/layers.c repeats the transformer block of model/transformer.py. Models and caches that the compiled code
 does not support are run by PyTorch.
@@ -75,7 +75,7 @@ class DecodeLinear(ctypes.Structure):
             self.eps = norm.eps
             self.has_norm = 1
         self.is_small = weight.numel() <= MIN_PARALLEL_WEIGHTS
-        # The struct contains plain addresses. These references keep the memory alive.
+        # The fields of the struct are plain addresses. These references keep the memory alive.
         self.referenced_memory = (weight, bias, norm, normalized)
 
     def __call__(self, x: Float[Tensor, "1 1 in_features"]) -> Float[Tensor, "1 1 out_features"]:
@@ -88,7 +88,7 @@ class DecodeLinear(ctypes.Structure):
         return out
 
     def bind(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> "DecodeLinear":
-        """Set fixed input and output tensors, for a layer that is called by the compiled decoder.
+        """Set fixed input and output tensors. The compiled decoder then calls the layer without Python.
 
         Args:
             x: The input.
@@ -101,7 +101,7 @@ class DecodeLinear(ctypes.Structure):
         self.x = x.data_ptr()
         self.out = out.data_ptr()
         self.residual = _address(residual)
-        # With 0 threads, the compiled decoder chooses the number of threads.
+        # 0 means that the layer uses the number of threads of the complete decode step.
         self.num_threads = 1 if self.is_small else 0
         return self
 
@@ -144,7 +144,7 @@ class _LayerAttention:
         self.attention = attention
         self.slopes = _head_slopes(model, attention)
         self.gate = None if attention.is_nope_layer else model.position.gate(layer_index)
-        # The gate of a head without positions stays infinite. log(sigmoid(sign * gate)) is then 0: no decay.
+        # Heads without positions have no gate. Their value stays infinite, so that log(sigmoid(sign * gate)) is 0.
         gate_sign = 1 if self.gate is None else self.gate.sign
         self.gates = torch.full((num_heads,), math.inf * gate_sign, dtype=torch.float32)
         self.query_scales = torch.empty(num_heads, dtype=torch.float32)
@@ -166,7 +166,7 @@ class _LayerAttention:
 
 
 def _head_slopes(model: TransformerLM, attention: Attention) -> Float[Tensor, " heads"]:
-    """Return the ALiBi slopes of one layer, with 0 for heads without ALiBi."""
+    """Return the ALiBi slopes of one layer, one per query head. The slope of a head without ALiBi is 0."""
     no_slopes = torch.zeros(model.config.heads, dtype=torch.float32)
     slopes = model.position.linear_slopes()
     if slopes is None or attention.is_nope_layer:
@@ -192,12 +192,12 @@ class FastDecoder:
         self._parameter_addresses = [parameter.data_ptr() for parameter in parameters]
         self._attentions = [_LayerAttention(model, index) for index in range(config.layers)]
 
-        # The adaptive softmax has no single output matrix. It is computed by PyTorch.
+        # The adaptive softmax has several output matrices. PyTorch computes the adaptive softmax.
         self.output_layer = None
         if isinstance(model.vocabulary, Vocabulary):
             self.output_layer = DecodeLinear(model.vocabulary.output_weight, None, model.final_norm)
 
-        # The buffers are shared by all layers. `new_empty` takes the dtype of the weights, not PyTorch's default dtype.
+        # All layers share these buffers. The method `new_empty` creates tensors with the dtype of the weights.
         new_empty = parameters[0].new_empty
         q_width = config.heads * config.head_width
         kv_width = config.key_heads * config.head_width
@@ -309,7 +309,7 @@ class FastDecoder:
             decode_args = layer.decode_args(layer_attention.slopes, self.kv_shape, layer_attention.attention.window)
             if decode_args is None:
                 return False
-            # `LayerCache.attend` may have set other pointers since the last token.
+            # If `LayerCache.attend` has processed the last token, the arguments contain addresses of other tensors.
             if decode_args.q != self._qkv.data_ptr():
                 decode_args.set_pointers(self._q, self._k, self._v, self._attention_out)
             decode_args.query_scales = layer_attention.query_scales_at(position)
@@ -324,8 +324,8 @@ class FastDecoder:
         num_done = 0
         while num_done < num_layers:
             first = num_done
-            # The compiled code returns early, after the last layer it has run, if a ring buffer of this layer must
-            # grow. `commit_token` enlarges the ring buffer and stores the key and the value.
+            # The compiled code returns before the last layer if a ring buffer must grow. The last layer that the code
+            # has run is then the layer of this ring buffer. `commit_token` enlarges the ring buffer.
             num_done = load_library().trainshort_decode_layers(
                 self._layer_args, first, num_layers, torch.get_num_threads()
             )
@@ -337,7 +337,8 @@ def unsupported_reason(model: TransformerLM) -> str | None:
     """Return why the compiled decoder does not support a model, or None if it supports the model."""
     config = model.config
     position = model.position
-    is_used_by_feature = {
+    # Maps each unsupported feature to whether the model uses the feature.
+    unsupported_features = {
         "RMSNorm": config.norm == "rms",
         "gated feed-forward layers": config.gated_feedforward,
         "parallel blocks": config.parallel_blocks,
@@ -348,12 +349,12 @@ def unsupported_reason(model: TransformerLM) -> str | None:
         "rotated queries and keys": position.rotates(),
         "biases that are not linear": position.adds_bias() and position.linear_slopes() is None,
     }
-    for feature, is_used in is_used_by_feature.items():
+    for feature, is_used in unsupported_features.items():
         if is_used:
             return f"The compiled decoder does not support {feature}."
     return None
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    """Return the memory address of a tensor, or None."""
+    """Return the memory address of a tensor, or None if there is no tensor."""
     return None if tensor is None else tensor.data_ptr()

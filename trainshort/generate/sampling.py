@@ -46,19 +46,19 @@ def apply_repetition_penalty(logits: Logits, seen: Bool[Tensor, " vocabulary"], 
 
 
 def keep_top_k(logits: Logits, k: int) -> Logits:
-    """Set all logits except the k largest ones to -inf."""
+    """Keep the k most likely tokens. Set the logits of all other tokens to -inf."""
     if k >= len(logits):
         return logits
     top_indices = logits.topk(k).indices
-    removed = torch.full_like(logits, -torch.inf)
-    return removed.scatter(0, top_indices, logits[top_indices])
+    all_removed = torch.full_like(logits, -torch.inf)
+    return all_removed.scatter(0, top_indices, logits[top_indices])
 
 
 def keep_top_p(logits: Logits, p: float) -> Logits:
-    """Keep the most likely tokens that together have at least probability p. Set all other logits to -inf.
+    """Keep the smallest set of most likely tokens whose total probability is at least p. Set other logits to -inf.
 
     Example:
-        The probabilities 0.5, 0.3 and 0.2 and p=0.6 keep the first two tokens.
+        With the probabilities 0.5, 0.3 and 0.2 and p=0.6, the first two tokens are kept.
     """
     if p >= 1:
         return logits
@@ -66,14 +66,14 @@ def keep_top_p(logits: Logits, p: float) -> Logits:
     probabilities = sorted_logits.softmax(-1)
     # The total probability of the tokens that are more likely than each token.
     preceding_mass = probabilities.cumsum(-1) - probabilities
-    kept_logits = sorted_logits.masked_fill(preceding_mass >= p, -torch.inf)
-    removed = torch.full_like(logits, -torch.inf)
-    return removed.scatter(0, order, kept_logits)
+    filtered_sorted_logits = sorted_logits.masked_fill(preceding_mass >= p, -torch.inf)
+    # Restore the order of the vocabulary.
+    return torch.empty_like(logits).scatter(0, order, filtered_sorted_logits)
 
 
 def keep_min_p(logits: Logits, p: float) -> Logits:
     """Keep the tokens with at least p times the probability of the most likely token. Set all other logits to -inf."""
-    min_logit = logits.max() + torch.tensor(p).log()
+    min_logit = logits.max() + torch.tensor(p).log()  # The logit of p times the highest probability.
     return logits.masked_fill(logits < min_logit, -torch.inf)
 
 
@@ -177,13 +177,13 @@ class Sample:
         return self.cache.length + len(self.unread)
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the model continues. A sample that has ended can be continued again.
+        """Append tokens, such as a prompt, that the model continues. A sample that has ended can be continued again.
 
         Args:
             tokens: The token ids.
 
         Raises:
-            InputError: If the sequence is empty, or if a token is outside the vocabulary of the model.
+            InputError: If there is no token to continue, or if a token is outside the vocabulary of the model.
         """
         tokens = [int(token) for token in tokens]
         if not tokens and not self.unread:
@@ -201,18 +201,19 @@ class Sample:
         self.finished = None
         self.stop_strings = StopStrings(self.config.stop)
 
-        # The prompt may end with an incomplete character. The new decoder must know the first part of this character.
+        # The prompt may end with an incomplete character. The new decoder must know the first bytes of this character.
         self.decoder = None if self.tokenizer is None else self.tokenizer.decoder()
         for token in tokens[-DECODER_REPLAY_TOKENS:]:
             self._decode(token)  # The returned text is part of the prompt and is not needed.
 
     def set_num_generated(self, num_generated: int) -> None:
-        """Set how many tokens count as generated. End the sample if it has reached the requested length."""
+        """Set the number of generated tokens, and end the sample if this number is the requested number of tokens."""
         self.num_generated = num_generated
         if self._has_reached_length():
             self.finished = "length"
 
     def _has_reached_length(self) -> bool:
+        """Return whether the requested number of tokens is generated."""
         return self.config.tokens is not None and self.num_generated >= self.config.tokens
 
     def accept(self, logits: Logits) -> Token:
@@ -256,15 +257,15 @@ class Sample:
         return self.decoder.push(token)
 
     def _flush_text(self) -> str:
-        """Return the text that was held back by the decoder and by the search for stop texts."""
+        """Return the text that was held back: an incomplete character, or a possible beginning of a stop text."""
         decoder_text = "" if self.decoder is None else self.decoder.finish()
         return self.stop_strings.push(decoder_text) + self.stop_strings.finish()
 
 
 class StopStrings:
-    """Searches generated text for stop texts. The text before the first stop text is passed on, the rest is dropped.
+    """Search generated text for stop texts, and cut the text off at the first stop text.
 
-    Text that could be the beginning of a stop text is held back until the next call.
+    Text that could be the beginning of a stop text is held back until more text is known.
 
     Args:
         stop_texts: The texts at which the generated text ends.
@@ -286,20 +287,24 @@ class StopStrings:
         self._held_back = ""
 
     def push(self, text: str) -> str:
-        """Add text. Return the text that cannot be part of a stop text."""
+        """Add generated text, and return the text that can be printed because it is not part of a stop text.
+
+        Text that could be the beginning of a stop text is held back until the next call. Text after a stop text is
+        dropped.
+        """
         if self.is_stopped:
             return ""
         if not self.stop_texts:
             return text
 
         text = self._held_back + text
-        positions = [text.find(stop_text) for stop_text in self.stop_texts]
-        found_positions = [position for position in positions if position >= 0]
-        if found_positions:
+        stop_positions = [text.find(stop_text) for stop_text in self.stop_texts if stop_text in text]
+        if stop_positions:
             self._held_back = ""
             self.is_stopped = True
-            return text[: min(found_positions)]
+            return text[: min(stop_positions)]
 
+        # The end of the text may be the beginning of a stop text.
         max_overlap = max(_overlap_length(text, stop_text) for stop_text in self.stop_texts)
         safe_length = len(text) - max_overlap
         self._held_back = text[safe_length:]
@@ -313,7 +318,7 @@ class StopStrings:
 
 
 def _overlap_length(text: str, stop_text: str) -> int:
-    """Return the length of the longest incomplete beginning of `stop_text` with which `text` ends.
+    """Return how many characters at the end of `text` are an incomplete beginning of `stop_text`.
 
     Example:
         >>> _overlap_length("the E", "END")

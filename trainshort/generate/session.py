@@ -51,6 +51,7 @@ class StatusLine:
         self._rows = 0  # the height of the terminal
 
     def __enter__(self) -> Self:
+        """Reserve the last row of the terminal for the status line."""
         self._last_token_time = time.monotonic()
         if self.terminal:
             self._rows = os.get_terminal_size(self.terminal.fileno()).lines
@@ -60,12 +61,13 @@ class StatusLine:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Remove the status line, and let the complete terminal scroll again."""
         self._write(SAVE_CURSOR + RESET_SCROLL_REGION + self._move_to_last_row() + CLEAR_LINE + RESTORE_CURSOR)
 
     def show_prompt_progress(self, stream: TokenStream) -> None:
         """Show how many tokens of the prompts are not processed yet."""
         unread = sum(len(sample.unread) for sample in stream.samples)
-        # A single unread token is processed together with the first generated token.
+        # A single unread token needs no progress: it is processed in the step that generates the first token.
         if unread > 1:
             self._show(f"reading the prompt, {unread:,} tokens left")
 
@@ -98,6 +100,7 @@ class StatusLine:
         return f"\x1b[{self._rows};1H"
 
     def _write(self, text: str) -> None:
+        """Write text to the terminal at once. Do nothing if there is no terminal."""
         if self.terminal:
             self.terminal.write(text)
             self.terminal.flush()
@@ -130,6 +133,7 @@ class Session:
     evaluated_length: EvaluatedLength | None = None
 
     def __post_init__(self) -> None:
+        """Create the status line, which shows the progress of the prompt and of the generation."""
         self.status_line = StatusLine(sys.stderr)
         self.stream.on_prompt_chunk = lambda: self.status_line.show_prompt_progress(self.stream)
 
@@ -151,7 +155,11 @@ class Session:
         return INTERRUPTED_EXIT_CODE
 
     def _generate_batch(self) -> bool:
-        """Generate several samples, and print each sample as a whole. Return False if Ctrl-C stopped the generation."""
+        """Generate several samples, and print all samples at the end.
+
+        Returns:
+            Whether all samples have ended. False if Ctrl-C stopped the generation.
+        """
         texts = [""] * len(self.stream.samples)
 
         def collect_text(token: Token) -> None:
@@ -214,7 +222,7 @@ class Session:
         """Print a summary: the number of tokens, why the text ended, the cache size, and the error certificate.
 
         Args:
-            reason: Why the text ended. None for the reasons of the samples.
+            reason: Why the text ended. None uses the reason of each sample, such as "length".
         """
         if reason is None:
             sample_reasons = {sample.finished or "stopped" for sample in self.stream.samples}
@@ -224,7 +232,7 @@ class Session:
         print_status(self.stream.certificate)
 
     def _print_token(self, token: Token) -> None:
-        """Print the text of a token at once."""
+        """Print the text of a token without waiting for further tokens."""
         sys.stdout.write(escape_for_output(token.text))
         sys.stdout.flush()
 
@@ -234,6 +242,7 @@ class Session:
         if evaluated_length is None or self.stream.context <= evaluated_length.length:
             return
         if sys.stderr.isatty():
-            print(file=sys.stderr)  # The cursor is in the middle of the generated text.
+            # The cursor may be in the middle of a line of generated text. The warning starts on a new line.
+            print(file=sys.stderr)
         print_status(f"the context passes {evaluated_length.length:,} tokens: {evaluated_length.explanation}")
         self.evaluated_length = None

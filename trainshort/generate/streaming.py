@@ -101,7 +101,7 @@ class TokenStream:
             sample: The index of the sample.
         """
         self.samples[sample].feed(self.encode_prompt(prompt))
-        # Tokens that are generated but not returned yet count towards the requested number of tokens.
+        # Tokens that are generated but not returned yet are part of the requested number of tokens.
         num_pending = sum(token.sample == sample for token in self.pending_tokens)
         self.samples[sample].set_num_generated(num_pending)
 
@@ -127,6 +127,7 @@ class TokenStream:
         return self
 
     def __next__(self) -> Token:
+        """Return the next token, and generate one token for each sample that has not ended if none is pending."""
         if not self.pending_tokens:
             active_samples = [sample for sample in self.samples if sample.finished is None]
             if not active_samples:
@@ -137,18 +138,21 @@ class TokenStream:
     def _step(self, active_samples: list[Sample]) -> None:
         """Process the prompts of the samples, and generate the next token of each sample.
 
-        The tokens are added to `pending_tokens` before a Ctrl-C takes effect, so an interrupt loses no token.
+        Ctrl-C takes effect after the tokens are added to `pending_tokens`, so no token is lost.
         """
         for sample in active_samples:
             self._read_prompt(sample)
         with self._defer_interrupt():
-            logits = self._next_logits(active_samples)
+            logits = self._next_logits(active_samples)  # (samples, vocabulary)
             self.pending_tokens = [
                 sample.accept(sample_logits) for sample, sample_logits in zip(active_samples, logits, strict=True)
             ]
 
     def _read_prompt(self, sample: Sample) -> None:
-        """Process all unread tokens of a sample except the last one, chunk by chunk."""
+        """Process all unread tokens of a sample except the last unread token, chunk by chunk.
+
+        `_next_logits` processes the last unread token.
+        """
         while len(sample.unread) > 1:
             chunk_size = min(self.config.chunk, len(sample.unread) - 1)
             with self._defer_interrupt():
@@ -193,11 +197,11 @@ class TokenStream:
 
     @contextmanager
     def _defer_interrupt(self) -> Iterator[None]:
-        """Context manager: delay Ctrl-C until the end of the block. A second Ctrl-C interrupts the block.
+        """Context manager: delay Ctrl-C until the end of the `with` block. A second Ctrl-C interrupts the block.
 
-        The block processes tokens. If the block is interrupted or fails, the caches may contain half a token. The
-        stream is then marked as broken. An `InputError` is raised before a token is processed and leaves the stream
-        intact.
+        The block processes tokens. If the block is interrupted or fails, some layers may have processed a token that
+        other layers have not processed. The stream is then marked as broken. An `InputError` does not break the stream,
+        because an `InputError` is raised before a token is processed.
 
         Raises:
             KeyboardInterrupt: At the end of the block, if Ctrl-C was pressed once.

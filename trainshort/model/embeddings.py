@@ -47,7 +47,7 @@ class Vocabulary(nn.Module):
 
     @property
     def output_weight(self) -> Float[Tensor, "vocabulary width"]:
-        """The matrix that turns hidden states into logits."""
+        """Return the matrix that turns hidden states into logits."""
         return self.embedding.weight if self.output is None else self.output.weight
 
     def embed(self, tokens: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length width"]:
@@ -105,7 +105,7 @@ class AdaptiveVocabulary(nn.Module):
             embedding_weight = self._embedding_weight(band)
             nn.init.normal_(embedding_weight, std=band_width**-0.5)
             with torch.no_grad():
-                # A slice instead of an index, because a band may have one token only.
+                # fairseq initializes this row with zeros. The slice is empty if the band has only one row.
                 embedding_weight[PADDING : PADDING + 1] = 0
         for projection in (*self.projections, self.clusters):
             nn.init.xavier_uniform_(projection.weight)  # pyright: ignore[reportArgumentType]
@@ -118,7 +118,8 @@ class AdaptiveVocabulary(nn.Module):
         out = self._projection_weight(0).new_zeros((*tokens.shape, self.width))
         for band, (band_start, _) in enumerate(self.bands):
             in_band = self._is_in_band(tokens, band)
-            vectors = self.projections[band](self.embeddings[band](tokens[in_band] - band_start))
+            ids_in_band = tokens[in_band] - band_start
+            vectors = self.projections[band](self.embeddings[band](ids_in_band))
             # Under autocast, the vectors have another dtype than the weights.
             out = out.to(vectors.dtype).index_put((in_band,), vectors)
         return out
@@ -126,8 +127,9 @@ class AdaptiveVocabulary(nn.Module):
     def log_scores(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows vocabulary"]:
         """Compute the log-probabilities of all tokens of the vocabulary. They can be used as logits.
 
-        The head gives the log-probabilities of the tokens of the first band and of the other bands as a whole. The tail
-        of a band gives the log-probabilities of the tokens inside this band.
+        The vocabulary is split into bands by frequency. The head is a softmax over the tokens of the first band and one
+        entry for each further band. The tail of a further band is a softmax over the tokens of that band. The
+        log-probability of a token in a further band is the sum of the log-probabilities of the band and in the tail.
         """
         head_log_probs = linear(hidden, self._head_weight()).float().log_softmax(-1)
         shortlist_size = self.bands[0][1]
@@ -135,6 +137,7 @@ class AdaptiveVocabulary(nn.Module):
         for band in range(1, len(self.bands)):
             tail_logits = linear(self._tail_hidden(hidden, band), self._embedding_weight(band))
             tail_log_probs = tail_logits.float().log_softmax(-1)
+            # In the head, the entries of the further bands follow the tokens of the first band.
             band_log_prob = head_log_probs[..., shortlist_size + band - 1, None]
             log_probs.append(band_log_prob + tail_log_probs)
         return torch.cat(log_probs, dim=-1)
@@ -170,9 +173,11 @@ class AdaptiveVocabulary(nn.Module):
         return nll
 
     def _embedding_weight(self, band: int) -> Float[Tensor, "band_size band_width"]:
+        """Return the embedding matrix of a band."""
         return self.embeddings[band].weight  # pyright: ignore[reportReturnType]
 
     def _projection_weight(self, band: int) -> Float[Tensor, "width band_width"]:
+        """Return the matrix that maps the embedding vectors of a band to the width of the model."""
         return self.projections[band].weight  # pyright: ignore[reportReturnType]
 
     def _head_weight(self) -> Float[Tensor, "head_size width"]:
@@ -180,9 +185,16 @@ class AdaptiveVocabulary(nn.Module):
         return torch.cat([self._embedding_weight(0), self.clusters.weight])
 
     def _head_targets(self, targets: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-        """Return the targets of the head, the softmax over the tokens of the first band and one entry per further band.
+        """Replace each target outside of the first band by the index of its band in the head.
 
-        A token of the first band is its own target. The target of any other token is the head's entry for its band.
+        The head is a softmax over the tokens of the first band (the shortlist), followed by one entry for each further
+        band.
+
+        Args:
+            targets: The target token ids.
+
+        Returns:
+            The targets of the head. Tokens of the first band are unchanged.
         """
         shortlist_size = self.bands[0][1]
         head_targets = targets.clone()
@@ -212,8 +224,8 @@ def linear_nll(
 ) -> Float[Tensor, ""]:
     """Compute the summed cross entropy of a linear output layer: `-log_softmax(hidden @ weight.T)[target]`.
 
-    In training, each slice of logits is computed once, and its gradients are computed at the same time. The logits of
-    all rows are never in memory together.
+    The logits are computed for one slice of rows at a time, so the logits of all rows are never in memory together. In
+    training, the gradients of a slice are computed together with its logits.
 
     Args:
         hidden: The hidden states.
@@ -238,7 +250,13 @@ def _row_slices(num_rows: int, vocab_size: int) -> list[slice]:
 def _sliced_nll(
     hidden: Float[Tensor, "rows width"], weight: Float[Tensor, "vocabulary width"], targets: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Compute the cross entropy of each row of a linear output layer, one slice of rows at a time."""
+    """Compute the cross entropy of each row of a linear output layer, with the logits of one slice at a time in memory.
+
+    Args:
+        hidden: The hidden states.
+        weight: The output matrix.
+        targets: The target of each row. The loss of a row with the target `IGNORED` is 0.
+    """
     losses = []
     for rows in _row_slices(len(targets), len(weight)):
         logits = linear(hidden[rows], weight).float()
@@ -253,6 +271,10 @@ class _LinearNll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed cross entropy, and store its gradients for `backward`.
+
+        The logits are computed for one slice of rows at a time, to save memory.
+        """
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -265,7 +287,7 @@ class _LinearNll(torch.autograd.Function):
             logits = linear(slice_hidden, weight).float()
             max_logit = logits.amax(-1, keepdim=True)
             target_logit = logits.gather(1, slice_targets) - max_logit
-            # From here on, the memory of the logits is reused.
+            # The following operations overwrite the logits, to save memory.
             exp_logits = logits.sub_(max_logit).exp_()
             sum_exp = exp_logits.sum(-1, keepdim=True)
             total += ((sum_exp.log() - target_logit) * is_scored).sum()

@@ -20,7 +20,7 @@ from trainshort.attention.call import active_tracer
 from trainshort.utils.machine import mkl_lacks_avx512
 
 MIN_ONEDNN_MULTIPLICATIONS = 1 << 20
-"""Smaller products use MKL, because oneDNN generates code for every new shape."""
+"""Smaller products use MKL, because oneDNN takes time to generate code for every new shape."""
 
 
 def apply_linear(layer: nn.Module, x: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
@@ -29,12 +29,11 @@ def apply_linear(layer: nn.Module, x: Float[Tensor, "*rows inner"]) -> Float[Ten
     A layer that is not a plain `nn.Linear` is called as usual: a subclass, a quantized layer, a layer with hooks, or a
     layer whose `forward` was replaced.
     """
-    if (
-        not isinstance(layer, nn.Linear)
-        or not _can_use_onednn(x, layer.weight)
-        or "forward" in vars(layer)
-        or has_hooks(layer)
-    ):
+    if not isinstance(layer, nn.Linear) or not _can_use_onednn(x, layer.weight):
+        return layer(x)
+    # An attribute of the instance replaces the method `forward` of the class.
+    has_replaced_forward = "forward" in vars(layer)
+    if has_replaced_forward or has_hooks(layer):
         return layer(x)
     # transformers' FalconLinear computes the same as nn.Linear.
     is_plain_linear = type(layer) is nn.Linear or type(layer).__qualname__ == "FalconLinear"
@@ -74,7 +73,7 @@ def has_hooks(*modules: nn.Module) -> bool:
 
 
 def is_onednn_faster() -> bool:
-    """Return whether oneDNN is available and faster than MKL on this processor."""
+    """Return whether oneDNN is available and faster than MKL, PyTorch's default library, on this processor."""
     return mkl_lacks_avx512() and torch.backends.mkldnn.is_available()
 
 
@@ -123,7 +122,7 @@ class _OneDnnLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         x_needs_grad, weight_needs_grad, bias_needs_grad = ctx.needs_input_grad
-        # Gradients are enabled here only if the caller wants second derivatives. PyTorch's own operation has them.
+        # Gradients are enabled here only if the caller wants second derivatives. F.linear has second derivatives.
         multiply = F.linear if torch.is_grad_enabled() else linear
         grad_rows = grad.flatten(0, -2)
         x_rows = x.flatten(0, -2)

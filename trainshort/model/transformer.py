@@ -214,7 +214,10 @@ class TransformerLM(nn.Module):
     def embed(
         self, tokens: Int[Tensor, "batch length"], position_ids: Int[Tensor, "batch length"]
     ) -> Float[Tensor, "batch length width"]:
-        """Compute the input of the first layer: the token embeddings, with positions added if the method does so."""
+        """Compute the input of the first layer: the token embeddings.
+
+        Some position methods, such as sinusoidal positions, also add a vector for the position of each token.
+        """
         x = self.vocabulary.embed(tokens)
         if self.config.embedding_scale:
             x = x * self.config.width**0.5
@@ -304,7 +307,7 @@ class Attention(nn.Module):
         self.is_nope_layer = config.nope_every is not None and (layer_index + 1) % config.nope_every == 0
         self.window = None if self.is_nope_layer else config.window
 
-        # If a model has NoPE layers, only the NoPE layers scale their scores with the length.
+        # If a model has NoPE layers, only the NoPE layers multiply their queries by a factor of the length.
         may_scale = self.is_nope_layer or config.nope_every is None
         self.growth = None
         if config.length_scaling != "none" and may_scale and self.window is None:
@@ -350,15 +353,16 @@ class Attention(nn.Module):
             # The queries are scaled here and not inside `attend`, because caches and analyses also read the queries.
             q = q * self.score_factor
         if self.growth is not None:
-            # The factor grows with the number of tokens that a query sees (`config.length_scaling`).
+            # This layer multiplies each query by a factor that grows with the number of tokens that the query sees.
             q = self.growth(q, position_ids)
         q, k = self._rotate(q, k, position, position_ids)
         return q, k, v
 
     def _rotate(self, q: Tensor, k: Tensor, position: PositionMethod, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys if the position method does so.
+        """Rotate queries and keys if the position method rotates them (such as rotary embeddings).
 
-        NoPE layers are not rotated. The last `config.nope_heads` heads of other layers are not rotated either.
+        NoPE layers (layers without positions) are not rotated. In the other layers, the last `config.nope_heads` heads
+        are not rotated.
         """
         if self.is_nope_layer or not position.rotates():
             return q, k
@@ -390,7 +394,7 @@ class Attention(nn.Module):
             return context.bias
 
         def compute_bias(rows: slice, past_length: int, method_cache: dict[str, Tensor]) -> Bias | None:
-            """Compute the bias of some rows of the batch that have `past_length` tokens in the cache."""
+            """Compute the bias of some rows of the batch. The cache contains `past_length` tokens of these rows."""
             layer_input = LayerInput(
                 layer=self.layer_index,
                 x=x[rows],
@@ -428,6 +432,7 @@ class Attention(nn.Module):
         if not config.causal:
             options["causal"] = False
         if self.blocks is not None:
+            # A token attends to its own block of `blocks` tokens and to the block before.
             options["blocks"] = self.blocks
 
         attention: Callable[..., Any]
@@ -463,6 +468,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the output of the feed-forward network for each token."""
         activation = ACTIVATIONS[self.activation]
         wide = apply_linear(self.wide, x)
         if self.gate is None:
@@ -531,8 +537,9 @@ def _init_fairseq(block: nn.Module, config: ModelConfig) -> None:
     """
     attention = block.attention
     assert isinstance(attention, Attention)
-    rows_of_parts = [heads * config.head_width for heads in attention.qkv_heads]
-    for weight in attention.qkv.weight.split(rows_of_parts):
+    # The query, key and value matrices are stored in one matrix, one below the other.
+    rows_per_matrix = [heads * config.head_width for heads in attention.qkv_heads]
+    for weight in attention.qkv.weight.split(rows_per_matrix):
         nn.init.xavier_uniform_(weight, gain=2**-0.5)
     nn.init.xavier_uniform_(attention.out.weight)
     if attention.out.bias is not None:

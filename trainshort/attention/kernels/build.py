@@ -73,7 +73,10 @@ def load(name: str, folder: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
 
     log.warning(f"building the kernel '{name}' in {library_path.parent}, about 10 s")
     include_flags = [f"-I{source_folder}" for source_folder in source_folders]
-    sources = [str(path) for source_folder in source_folders for path in sorted(source_folder.glob("*.c"))]
+    sources = []
+    for source_folder in source_folders:
+        for source_path in sorted(source_folder.glob("*.c")):
+            sources.append(str(source_path))
     _compile([*command, *include_flags, *sources], library_path)
     library = _open_verified(library_path)
     if library is None:
@@ -119,13 +122,16 @@ def _hash_build(source_folders: list[Path], command: list[str], compiler_version
         command: The compiler with its flags.
         compiler_version: What the compiler prints about its version.
     """
-    digest = hashlib.sha256()
-    source_paths = [path for folder in source_folders for path in sorted(folder.glob("*.[ch]"))]
-    parts = [path.read_bytes() for path in source_paths]
+    parts = []
+    for folder in source_folders:
+        for source_path in sorted(folder.glob("*.[ch]")):
+            parts.append(source_path.read_bytes())
     parts.append(" ".join(command).encode())
     parts.append(compiler_version)
+
+    digest = hashlib.sha256()
     for part in parts:
-        # The length separates the parts: "ab", "c" and "a", "bc" have different hashes.
+        # The length separates the parts. Otherwise "ab" + "c" and "a" + "bc" would have the same hash.
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
@@ -133,15 +139,16 @@ def _hash_build(source_folders: list[Path], command: list[str], compiler_version
 def cache_folder() -> Path:
     """Return the folder of the built libraries.
 
-    This is the folder `kernels` in `TRAINSHORT_CACHE` or in the user's cache folder. If the folder is not secure, a
-    private temporary folder is used, and a warning is logged once.
+    The environment variable `TRAINSHORT_CACHE` can select another cache folder than the cache folder of the user. The
+    libraries are stored in the subfolder `kernels`. If other users could write to this folder, a private temporary
+    folder is used instead, and a warning is logged once.
 
     Raises:
         KernelBuildError: If no folder can be created.
     """
     configured_folder = _configured_folder()
     if configured_folder is None:
-        reason = "it does not exist"
+        reason = "it does not exist"  # The user has no home folder.
     else:
         reason = _insecure_folder_reason(configured_folder)
         if reason is None:
@@ -156,7 +163,11 @@ def cache_folder() -> Path:
 
 
 def _configured_folder() -> Path | None:
-    """Return the folder that the environment variables select. None if the user has no home folder."""
+    """Return the folder that should store the built libraries. The folder may not exist yet.
+
+    The folder is below `$TRAINSHORT_CACHE` if this environment variable is set. Otherwise, the folder is below
+    `$XDG_CACHE_HOME` or `~/.cache`, the user's cache folder. Return None if the user has no home folder.
+    """
     trainshort_cache = os.environ.get("TRAINSHORT_CACHE")
     if trainshort_cache:
         return Path(trainshort_cache) / "kernels"
@@ -174,8 +185,9 @@ def _configured_folder() -> Path | None:
 def _private_folder() -> Path:
     """Return a temporary folder that only this user can write to.
 
-    The name of the folder contains the user id, so that later processes find the folder again. If another user has
-    created this folder, a new folder is created and removed at the end of the process.
+    The name of the folder contains the user id, so that later processes find the folder again. If this folder is not
+    secure, for example because another user has created it, a new folder is created. The new folder is removed at the
+    end of the process.
     """
     user_folder = Path(tempfile.gettempdir()) / f"trainshort-{os.getuid()}"
     if _insecure_folder_reason(user_folder) is None:
@@ -217,7 +229,8 @@ def _is_writable_by_others(status: os.stat_result) -> bool:
 def _open_verified(library_path: Path) -> ctypes.CDLL | None:
     """Verify a library and load it.
 
-    The library is loaded through the file descriptor that was verified, so nobody can replace the file in between.
+    The library is loaded through the file descriptor that was verified. Nobody can therefore replace the file between
+    the verification and the loading.
 
     Returns:
         The loaded library, or None if the file does not exist or is not valid.
@@ -230,15 +243,22 @@ def _open_verified(library_path: Path) -> ctypes.CDLL | None:
         os.close(descriptor)
         return None
     try:
-        # The descriptor stays open. The loader identifies libraries by their paths, so no other library may get the
-        # same path.
+        # The descriptor stays open on purpose. The loader identifies a library by its path. If the descriptor was
+        # closed, another library could get the same number and thus the same path.
         return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
     except OSError as error:
         raise KernelBuildError(f"the built kernel {library_path} cannot be loaded ({error})") from None
 
 
 def _is_valid_library(descriptor: int, library_path: Path) -> bool:
-    """Return whether an open file is a complete library that only this user can write to."""
+    """Return whether an open file is a complete library that only this user can write to.
+
+    The file ends with the SHA-256 of its content. The hash is wrong if the file is incomplete or corrupted.
+
+    Args:
+        descriptor: The file descriptor of the open file.
+        library_path: The path of the file, for messages.
+    """
     status = os.fstat(descriptor)
     is_own_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
     if not is_own_file or _is_writable_by_others(status):
@@ -246,7 +266,6 @@ def _is_valid_library(descriptor: int, library_path: Path) -> bool:
         return False
     with open(descriptor, "rb", closefd=False) as file:
         content = file.read()
-    # The loader ignores the hash, because it is stored after the end of the library.
     expected_hash = content[-SHA256_BYTES:]
     actual_hash = hashlib.sha256(content[:-SHA256_BYTES]).digest()
     if actual_hash != expected_hash:
@@ -271,6 +290,7 @@ def _compile(command: list[str], library_path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=library_path.parent) as folder:
             temporary_path = Path(folder) / library_path.name
             _run([*command, "-o", str(temporary_path), "-lm"])
+            # The loader of the operating system ignores bytes after the end of the library, such as this hash.
             content_hash = hashlib.sha256(temporary_path.read_bytes()).digest()
             with open(temporary_path, "ab") as file:
                 file.write(content_hash)

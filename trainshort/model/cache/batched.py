@@ -59,7 +59,7 @@ class BatchedCache(Cache):
         return sum(row.bytes for row in self.rows)
 
     def layer(self, index: int) -> LayerCache:
-        """Return one layer of all caches."""
+        """Return the caches of one transformer layer, one for each sequence."""
         return _BatchedLayer([row.layer(index) for row in self.rows])
 
 
@@ -81,9 +81,9 @@ class _BatchedLayer(LayerCache):
             rows: Not used. Each sequence uses its own row of the input batch.
         """
         biases = []
-        for index, row in enumerate(self.rows):
-            input_row = slice(index, index + 1)
-            biases.append(row.content_bias(compute_bias, input_row))
+        for row_index, row_cache in enumerate(self.rows):
+            input_row = slice(row_index, row_index + 1)
+            biases.append(row_cache.content_bias(compute_bias, input_row))
         return biases
 
     def attend(
@@ -100,8 +100,8 @@ class _BatchedLayer(LayerCache):
         bias = options.pop("bias", None)
         biases = bias if isinstance(bias, list) else [bias] * len(self.rows)
         outputs = []
-        for row, row_bias, row_q, row_k, row_v in zip(
+        for row_cache, row_bias, row_q, row_k, row_v in zip(
             self.rows, biases, q.split(1), k.split(1), v.split(1), strict=True
         ):
-            outputs.append(row.attend(row_q, row_k, row_v, bias=row_bias, **options))
+            outputs.append(row_cache.attend(row_q, row_k, row_v, bias=row_bias, **options))
         return torch.cat(outputs)

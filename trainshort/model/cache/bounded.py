@@ -122,8 +122,13 @@ class BoundedCache(Cache):
     @property
     def certificate(self) -> Certificate:
         """Return an upper bound on the softmax mass that was evicted so far, over all queries, heads and layers."""
-        layers = [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
-        head_states = [state for layer in layers for state in layer.head_states]
+        head_states: list[HeadState] = []
+        grow_count = 0
+        for layer in self.layers:
+            assert isinstance(layer, BoundedLayer)
+            head_states.extend(layer.head_states)
+            grow_count += layer.grow_count
+
         mass = 0.0
         for state in head_states:
             mass = _nan_propagating_max(mass, state.certificate)
@@ -131,8 +136,9 @@ class BoundedCache(Cache):
             mass=mass,
             tolerance=self.tolerance,
             rows_above_tolerance=sum(state.rows_above_tolerance for state in head_states),
+            # A row is one query of one head in one layer.
             rows=self.length * len(head_states),
-            grow_count=sum(layer.grow_count for layer in layers),
+            grow_count=grow_count,
         )
 
     @property
@@ -140,8 +146,8 @@ class BoundedCache(Cache):
         """Return the number of keys in each ring buffer, as one list per layer."""
         counts = []
         for layer in self.layers:
-            if isinstance(layer, BoundedLayer):
-                counts.append([ring_buffer.count for ring_buffer in layer.ring_buffers])
+            assert isinstance(layer, BoundedLayer)
+            counts.append([ring_buffer.count for ring_buffer in layer.ring_buffers])
         return counts
 
 
@@ -229,7 +235,7 @@ class BoundedLayer(LayerCache):
         """
         num_kv_heads = k.shape[1]
         self._dim = k.shape[3]
-        # The compiled code reads whole vector registers, so rows are padded to a multiple of LANES.
+        # The compiled code reads complete vector registers, so rows are padded to a multiple of LANES.
         padded_dim = math.ceil(self._dim / LANES) * LANES
         self.ring_buffers = (RingBuffer * num_kv_heads)()
         self.head_states = make_head_structs(slopes, max_excess=-math.inf)
@@ -264,10 +270,10 @@ class BoundedLayer(LayerCache):
         return self._decode_args
 
     def commit_token(self, k: Float[Tensor, "1 kv_heads 1 dim"], v: Float[Tensor, "1 kv_heads 1 dim"]) -> None:
-        """Count a token that the compiled decoder has processed.
+        """Count a token that the compiled decoder has processed, and enlarge ring buffers that were too small.
 
-        Enlarge the ring buffers for which the compiled decoder requested more capacity. The compiled decoder has not
-        stored the key and the value of the token in these ring buffers, so they are stored here.
+        If a ring buffer must grow, the compiled decoder sets `requested_capacity` and does not store the key and the
+        value of the token. In this case, they are stored here.
 
         Args:
             k: The key of the token.
@@ -317,7 +323,8 @@ class BoundedLayer(LayerCache):
             )
             assert lse is not None
             assert certificate is not None
-            ring_buffer.max_norm = _finite_max(ring_buffer.max_norm, _norms(k[0, kv_head]))
+            new_key_norms = _norms(k[0, kv_head])
+            ring_buffer.max_norm = _finite_max(ring_buffer.max_norm, new_key_norms)
             self._update_error_bound(kv_head, call, lse[0].double(), certificate[0].tolist())
             self._store(kv_head, call)
             outputs.append(out)
@@ -326,7 +333,10 @@ class BoundedLayer(LayerCache):
     def _update_error_bound(
         self, kv_head: int, call: AttentionCall, lse: Float[Tensor, "group new"], backend_certificates: list[float]
     ) -> None:
-        """Update the statistics of the query heads that share one key-value head.
+        """Update the certificates and `max_excess` of the query heads that share one key-value head.
+
+        The certificate of a head is the largest softmax mass that can have been dropped from any query so far. The
+        excess of a query is an upper bound on its scores before the bias, minus the log-sum-exp of its scores.
 
         Args:
             kv_head: The index of the key-value head.
@@ -336,7 +346,7 @@ class BoundedLayer(LayerCache):
         """
         ring_buffer = self.ring_buffers[kv_head]
         has_evicted_keys = self.length > ring_buffer.count
-        # The score of a query and a key before the bias is at most the product of the scaled norm and the key's norm.
+        # A score before the bias is at most the scaled norm of the query times the norm of the key.
         scaled_norms = _norms(call.q[0]) / math.sqrt(self._dim)
         group_size, num_new = lse.shape
         nearest_evicted_distance = ring_buffer.count + 1 + torch.arange(num_new, device=lse.device)
@@ -351,15 +361,18 @@ class BoundedLayer(LayerCache):
                 evicted_mass = self._evicted_mass(head, call, excess, nearest_evicted_distance)
                 dropped_mass += evicted_mass.masked_fill(is_outside_window, 0)
             state.certificate = _nan_propagating_max(state.certificate, float(dropped_mass.max()))
-            is_proven = dropped_mass <= self.tolerance  # False for NaN
-            state.rows_above_tolerance += int((~is_proven).sum())
+            is_within_tolerance = dropped_mass <= self.tolerance  # False for NaN
+            state.rows_above_tolerance += int((~is_within_tolerance).sum())
 
             is_representative = self._is_representative(head, call)
             excess = scaled_norms[index] * ring_buffer.max_norm - lse[index]
             state.max_excess = _finite_max(state.max_excess, excess[is_representative])
 
     def _is_representative(self, head: int, call: AttentionCall) -> Bool[Tensor, " new"]:
-        """Return whether each new query has enough past tokens to determine the length of the ring buffer.
+        """Return for each new query whether it may determine the capacity of the ring buffer.
+
+        The log-sum-exp of a query with few past tokens is smaller than that of later queries, so such a query does not
+        represent the later queries.
 
         Args:
             head: The index of the query head.
@@ -382,14 +395,14 @@ class BoundedLayer(LayerCache):
         Args:
             head: The index of the query head.
             call: The attention call of the new tokens.
-            excess: How much a score before the bias can exceed the log-sum-exp of the query.
-            distance: The distance to the nearest evicted key.
+            excess: For each new query, an upper bound on its scores before the bias, minus its log-sum-exp.
+            distance: For each new query, the distance to the nearest evicted key.
         """
         slope = torch.tensor(self.head_states[head].slope, dtype=torch.float64)
         return alibi.mass_beyond(excess, slope, distance)
 
     def _bias_drop(self, head: int, call: AttentionCall) -> Float[Tensor, " new"]:
-        """Return how far the bias drops from each new token back to the first token of the text.
+        """Return for each new token the difference between its own bias and the bias of the first token of the text.
 
         Args:
             head: The index of the query head.
@@ -400,7 +413,7 @@ class BoundedLayer(LayerCache):
         return (self.length + new_positions) * self.head_states[head].slope
 
     def _required_capacity(self, kv_head: int, call: AttentionCall) -> int:
-        """Return the number of keys that the ring buffer of a key-value head must hold.
+        """Return the capacity (number of keys) that the error bound requires of the ring buffer of a key-value head.
 
         Args:
             kv_head: The index of the key-value head.
@@ -440,7 +453,7 @@ class BoundedLayer(LayerCache):
         num_evicted = len(keys) - ring_buffer.capacity
         if num_evicted > 0:
             self._evict(kv_head, call, num_evicted)
-        # Of a long prompt, only the last keys fit into the ring buffer.
+        # If the prompt is longer than the ring buffer, only its last keys are stored.
         num_stored = min(call.q.shape[2], ring_buffer.capacity)
         self._insert(kv_head, keys[-num_stored:], values[-num_stored:])
 
@@ -453,14 +466,14 @@ class BoundedLayer(LayerCache):
         is_full = ring_buffer.count == ring_buffer.capacity
         if not is_full:
             return storage[:, : ring_buffer.count]
-        oldest = ring_buffer.next
+        oldest = ring_buffer.next  # In a full ring buffer, the next slot holds the oldest key.
         return torch.cat([storage[:, oldest:], storage[:, :oldest]], dim=1)
 
     def _grow(self, kv_head: int, required: int, needed_now: int) -> None:
         """Enlarge a ring buffer.
 
-        The capacity at most doubles, unless more keys are stored now. A short text thus needs little memory even if
-        the required capacity is large.
+        The new capacity is at most the larger of twice the old capacity and `needed_now`. A short text therefore needs
+        little memory, even if the required capacity is large.
 
         Args:
             kv_head: The index of the key-value head.
@@ -471,7 +484,8 @@ class BoundedLayer(LayerCache):
         has_evicted_keys = self.length > ring_buffer.count
         if has_evicted_keys:
             self.grow_count += 1
-        self._resize(kv_head, min(required, max(2 * ring_buffer.capacity, needed_now)))
+        max_capacity = max(2 * ring_buffer.capacity, needed_now)
+        self._resize(kv_head, min(required, max_capacity))
 
     def _resize(self, kv_head: int, capacity: int) -> None:
         """Move the keys and values of a key-value head to a new, larger ring buffer."""
@@ -486,9 +500,10 @@ class BoundedLayer(LayerCache):
         self._ring_storage[kv_head] = storage
 
     def _insert(self, kv_head: int, k: Float[Tensor, "new dim"], v: Float[Tensor, "new dim"]) -> None:
-        """Write keys and values into the next slots of a ring buffer. They replace the oldest keys if it is full."""
+        """Write new keys and values into the next slots of a ring buffer. In a full buffer, they replace the oldest."""
         ring_buffer = self.ring_buffers[kv_head]
         storage = self._ring_storage[kv_head]
+        # After the last slot of the ring buffer, the first slot follows.
         slots = (torch.arange(len(k), device=k.device) + ring_buffer.next) % ring_buffer.capacity
         storage[0, slots, : self._dim] = k
         storage[1, slots, : self._dim] = v
@@ -504,10 +519,11 @@ class BoundedLayer(LayerCache):
 def required_capacity(states: Sequence[HeadState], tolerance: float, window: int = UNBOUNDED) -> int:
     """Return the number of keys that a ring buffer must hold, so that the evicted softmax mass stays in the tolerance.
 
-    The capacity suffices for queries like the most demanding query so far, plus `CAPACITY_MARGIN`. The function returns
-    `window - 1`, which keeps all keys, in these cases:
+    The excess of a query is an upper bound on its scores before the bias, minus the log-sum-exp of its scores. The
+    capacity suffices for queries whose excess is at most `max_excess` (the largest excess so far) + `CAPACITY_MARGIN`.
+    The function returns `window - 1`, which keeps all keys, in these cases:
 
-    - No query had enough past tokens yet (see `MIN_BIAS_DROP`).
+    - No query with enough past tokens was processed yet (see `MIN_BIAS_DROP`).
     - A slope is not positive.
     - The tolerance is 0.
 
@@ -523,6 +539,7 @@ def required_capacity(states: Sequence[HeadState], tolerance: float, window: int
 
 
 def _norms(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows"]:
+    """Return the Euclidean norm of each row in float64."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
 
 
@@ -536,7 +553,7 @@ def _nan_propagating_max(old: float, new: float) -> float:
 def _finite_max(old: float, new: Float[Tensor, " n"]) -> float:
     """Return the largest of `old` and the finite numbers in `new`.
 
-    Numbers that are not finite are ignored, because they say nothing about the queries that follow.
+    Infinite numbers and NaN are ignored. A single invalid query or key must not enlarge a ring buffer forever.
     """
     if len(new) == 0:
         return old

@@ -19,30 +19,38 @@ from torch import Tensor
 from trainshort.attention import AttentionCall, Bias, DecayBias
 from trainshort.errors import InputError
 from trainshort.model.cache.bounded import CAPACITY_MARGIN, BoundedLayer
-from trainshort.model.cache.ring_buffer import CUMULATIVE_DECAY, UNBOUNDED
+from trainshort.model.cache.ring_buffer import UNBOUNDED
+from trainshort.model.positions.base import CUMULATIVE_DECAY_KEY
 
 
 class BoundedDecayLayer(BoundedLayer):
-    """One layer of a `BoundedCache` for a model with a `DecayBias`."""
+    """One layer of a `BoundedCache` for a model with a `DecayBias`.
+
+    The cumulative log decay of a token is the sum of the log forget gates of all tokens up to this token.
+    """
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """Compute the attention of new tokens, and keep the cumulative log decays of the cached tokens."""
-        decays = options["bias"].cumulative
-        if not self.length:
+        """Compute the attention of new tokens, and keep the cumulative log decays of the cached tokens.
+
+        The arguments and the result are those of `BoundedLayer._prefill`.
+        """
+        decays = options["bias"].cumulative  # (1, heads, tokens)
+        is_start_of_text = self.length == 0
+        if is_start_of_text:
             initial_decays = decays[0, :, 0].tolist()
             for state, initial_decay in zip(self.head_states, initial_decays, strict=True):
                 state.initial_decay = initial_decay
         out = super()._prefill(q, k, v, options)
-        self.method_cache[CUMULATIVE_DECAY] = decays[..., -self._decay_span :].clone()
+        self.method_cache[CUMULATIVE_DECAY_KEY] = decays[..., -self._decay_span :].clone()
         return out
 
     @property
     def _decay_span(self) -> int:
-        """Return the number of keys in the longest ring buffer."""
+        """Return the number of newest tokens whose cumulative log decays are needed: the longest ring buffer."""
         return max((ring_buffer.count for ring_buffer in self.ring_buffers), default=0)
 
     def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
-        """Return slopes of 0, because the bias is not linear.
+        """Return a slope of 0 for each head, because a `DecayBias` has no ALiBi slopes.
 
         Raises:
             InputError: If the bias is not a `DecayBias`.
@@ -77,28 +85,31 @@ class BoundedDecayLayer(BoundedLayer):
         Args:
             head: The index of the query head.
             call: The attention call of the new tokens.
-            excess: How much a score before the bias can exceed the log-sum-exp of the query.
-            distance: The distance to the nearest evicted key. Not used, because the bias depends on the text instead.
+            excess: For each new query, an upper bound on its scores before the bias, minus its log-sum-exp.
+            distance: The distance to the nearest evicted key. Not used, because a `DecayBias` depends on the text.
         """
+        # The bias of query i and key j is c[i] - c[j], where c is the cumulative log decay. Therefore
         # mass <= exp(excess + c[i] + E), where E is the logarithm of the sum of exp(-c[j]) over all evicted keys j.
         query_decay = self._cumulative_decay(head, call)[-len(excess) :]
         return torch.exp(excess + query_decay + self.head_states[head].log_evicted_weight)
 
     def _bias_drop(self, head: int, call: AttentionCall) -> Float[Tensor, " new"]:
-        """Return how far the bias drops from each new token back to the first token of the text.
+        """Return for each new token the difference between its own bias and the bias of the first token of the text.
 
         Args:
             head: The index of the query head.
             call: The attention call of the new tokens.
         """
         num_new = call.q.shape[2]
-        return self.head_states[head].initial_decay - self._cumulative_decay(head, call)[-num_new:]
+        new_decays = self._cumulative_decay(head, call)[-num_new:]
+        return self.head_states[head].initial_decay - new_decays
 
     def _required_capacity(self, kv_head: int, call: AttentionCall) -> int:
         """Return the number of keys that the ring buffer of a key-value head must hold.
 
-        The oldest keys may be evicted if a query like the most demanding query so far, plus `CAPACITY_MARGIN`, then
-        loses no more softmax mass than the tolerance.
+        The weight of a key is exp(-c), where c is the cumulative log decay at the key. The oldest keys may be evicted
+        if the total weight of all evicted keys stays small enough. The limit follows from the tolerance and from the
+        query with the largest excess so far, plus `CAPACITY_MARGIN`.
 
         Args:
             kv_head: The index of the key-value head.
@@ -113,17 +124,19 @@ class BoundedDecayLayer(BoundedLayer):
         for head in range(kv_head * group_size, (kv_head + 1) * group_size):
             decays = self._cumulative_decay(head, call)
             state = self.head_states[head]
-            # All keys up to some key may be evicted if the logarithm of their total weight is at most this number.
+            # The logarithm of the largest total weight that the evicted keys may have.
             max_log_weight = math.log(self.tolerance) - state.max_excess - CAPACITY_MARGIN - float(decays[-1])
             if not math.isfinite(max_log_weight):
                 return max_capacity
             log_evicted_weight = torch.tensor(state.log_evicted_weight, dtype=torch.float64, device=decays.device)
+            # For each key, the logarithm of the total weight of this key and all earlier keys.
             log_weight_up_to_key = torch.logaddexp(log_evicted_weight, (-decays).logcumsumexp(0))
             num_evictable = int((log_weight_up_to_key <= max_log_weight).sum())
             required = max(required, len(decays) - num_evictable)
 
         if required > self.ring_buffers[kv_head].capacity:
-            # If the forget gates stay open, every token needs one more slot. The extra slots avoid growing each time.
+            # If the forget gates stay open, every token needs one more slot. With the extra slots, the ring buffer does
+            # not grow at every token.
             required += required // 4
         return max(1, min(required, max_capacity))
 
@@ -136,6 +149,7 @@ class BoundedDecayLayer(BoundedLayer):
             num_evicted: How many of the oldest keys of the call are evicted.
         """
         super()._evict(kv_head, call, num_evicted)
+        # Add the weights exp(-c) of the newly evicted keys to the total weight of all evicted keys.
         group_size = call.q.shape[1]
         for head in range(kv_head * group_size, (kv_head + 1) * group_size):
             state = self.head_states[head]
@@ -146,5 +160,5 @@ class BoundedDecayLayer(BoundedLayer):
     @property
     def bytes(self) -> int:
         """Return the size of all ring buffers and of the cumulative log decays in bytes."""
-        decay_bytes = sum(x.nbytes for x in self.method_cache.values())
+        decay_bytes = sum(tensor.nbytes for tensor in self.method_cache.values())
         return super().bytes + decay_bytes

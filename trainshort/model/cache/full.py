@@ -86,11 +86,14 @@ class LayerCache:
         return result.out
 
     def content_bias(self, compute_bias: ContentBiasFunction, rows: slice = slice(None)) -> Any:
-        """Return the bias of a position method whose bias depends on the text. `attend` is called next with this bias.
+        """Return the attention bias of a position method whose bias depends on the text.
 
         Args:
             compute_bias: The function that computes the bias.
             rows: The rows of the input batch that this cache stores.
+
+        Returns:
+            A value for the argument `bias` of `attend`.
         """
         return compute_bias(rows, self.length, self.method_cache)
 
@@ -105,7 +108,7 @@ class LayerCache:
         Raises:
             InputError: If the batch size differs from that of earlier calls.
         """
-        stored_batch = self._storage.shape[1]
+        stored_batch = self._storage.shape[1]  # 0 before the first call
         if stored_batch not in (0, k.shape[0]):
             raise InputError(
                 f"Expected a batch of {stored_batch} sequences, as in the cache, got {k.shape[0]}. "
@@ -137,11 +140,15 @@ class LayerCache:
         """
         kv_heads, dim = kv_shape
         empty_kv = torch.empty(1, kv_heads, 0, dim, dtype=torch.float32)
+        # The storage of a new cache has no batch size, dtype and device yet. They will be those of `empty_kv`.
         is_new = self._storage.shape[1] == 0
         storage = empty_kv[None] if is_new else self._storage
+
+        # The compiled code reads complete vector registers, so the head size must be a multiple of LANES.
+        has_supported_dim = dim % LANES == 0
         is_single_sequence = storage.shape[1] == 1
         has_supported_type = storage.dtype == empty_kv.dtype and storage.device == empty_kv.device
-        if dim % LANES or not is_single_sequence or not has_supported_type:
+        if not has_supported_dim or not is_single_sequence or not has_supported_type:
             return None
 
         if self.length == storage.shape[3]:
@@ -158,17 +165,18 @@ class LayerCache:
         """Count a token that the compiled decoder has processed.
 
         Args:
-            k: The key of the token. A full cache does not need it, because the compiled decoder has stored it.
-            v: The value of the token.
+            k: The key of the token. Not used here, because the compiled decoder has already stored the key.
+            v: The value of the token. Not used here either.
         """
         self.length += 1
         if self._decay_buffer is not None:
             self._decay_buffer.commit_token(self.method_cache, self._decay_span)
 
     def set_decay(self, args: DecodeArgs, gates: Float[Tensor, " heads"], gate_sign: float) -> None:
-        """Let a decode step use forget gates (FoX) instead of ALiBi slopes.
+        """Set the arguments of a decode step such that it uses forget gates (FoX) instead of ALiBi slopes.
 
-        The step adds log(sigmoid(gate_sign * gate)) to the cumulative log decay of each head.
+        The cumulative log decay of a token is the sum of the log forget gates of all tokens so far. The step computes
+        log(sigmoid(gate_sign * gate)) for each head, and adds the result to the cumulative log decay of the head.
 
         Args:
             args: The arguments of the decode step.
@@ -183,7 +191,7 @@ class LayerCache:
 
     @property
     def _decay_span(self) -> int:
-        """Return the number of newest tokens whose cumulative log decays are still needed."""
+        """Return the number of newest tokens whose cumulative log decays (sums of log gates) are still needed."""
         return self.length
 
     def _reserve(self, length: int, like: Float[Tensor, "batch kv_heads _ dim"]) -> Tensor:
@@ -193,7 +201,7 @@ class LayerCache:
 
         Args:
             length: The number of tokens that the new storage must have room for.
-            like: A tensor with the batch size, heads, head size, dtype and device of the keys.
+            like: A tensor whose batch size, number of heads, head size, dtype and device are those of the keys.
 
         Returns:
             The new storage.
@@ -230,7 +238,7 @@ class Cache:
         """Return the position of the next token.
 
         Args:
-            batch: The number of sequences in the input.
+            batch: The number of sequences in the input. Only `BatchedCache` uses this argument.
 
         Returns:
             One number for all sequences, or a tensor if the sequences have different lengths (`BatchedCache`).
@@ -254,7 +262,7 @@ class Cache:
 
 
 def detach_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values if they need no gradients. A cache cannot be used for training.
+    """Return `k` and `v`, after a check that autograd does not record them. A cache cannot be used for training.
 
     Raises:
         InputError: If autograd is enabled and `k` or `v` requires a gradient.

@@ -16,15 +16,13 @@ from torch import Tensor
 from trainshort.attention.call import contiguous_rows
 from trainshort.attention.kernels import build
 from trainshort.attention.kernels.build import KernelBuildError
+from trainshort.model.positions.base import CUMULATIVE_DECAY_KEY
 
 UNBOUNDED = 2**62
 """The window size of a model without a sliding window. No text is that long."""
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 18
 """The decode step uses a single thread up to this number of multiplications, because threads would not save time."""
-
-CUMULATIVE_DECAY = "clock"
-"""The key in `LayerCache.method_cache` under which a position method stores its cumulative log decays (`DecayBias`)."""
 
 INITIAL_DECAY_CAPACITY = 64
 """The number of free columns in a new `DecayBuffer`."""
@@ -143,7 +141,9 @@ class DecodeArgs(ctypes.Structure):
 
     @classmethod
     def create(cls, ring_buffers: Any, heads: Any, dim: int) -> "DecodeArgs":
-        """Create the arguments for the ring buffers of one layer. The fields of the new token are not set yet.
+        """Create the arguments of the decode step of one layer.
+
+        The fields that describe the new token, such as `q` and `length`, are not set yet.
 
         Args:
             ring_buffers: A ctypes array with one `RingBuffer` per key-value head.
@@ -162,7 +162,7 @@ class DecodeArgs(ctypes.Structure):
         scratch_length = load_library().trainshort_decode_scratch_length(ctypes.byref(args))
         scratch = (ctypes.c_float * scratch_length)()
         args.scratch = ctypes.addressof(scratch)
-        # These references keep the memory alive that the addresses point to.
+        # The fields of the struct are plain addresses. These references keep the memory alive.
         args.ring_buffer_array = ring_buffers
         args.referenced_memory = (heads, scratch)
         return args
@@ -175,7 +175,7 @@ class DecodeArgs(ctypes.Structure):
             length: The number of tokens in `storage`.
         """
         ring_buffers = self.ring_buffer_array
-        # The compiled code updates `count` and `next` itself, so usually nothing has to be set.
+        # The compiled code updates `count` and `next` itself. After a compiled step, the fields are already correct.
         is_same_storage = ring_buffers[0].keys == storage.data_ptr()
         if is_same_storage and ring_buffers[0].count == length:
             return
@@ -187,10 +187,10 @@ class DecodeArgs(ctypes.Structure):
             ring_buffer.next = length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "1 heads 1 dim"]:
-        """Run the decode step for one new token.
+        """Run the decode step (the attention of one new token to all cached keys).
 
-        The step stores the key and the value in the ring buffers. The exceptions are ring buffers that must grow first:
-        there, `requested_capacity` is not 0 afterwards.
+        The step also stores the new key and value in the ring buffer of each key-value head. If a ring buffer must grow
+        first, the step does not store them there, but sets the field `requested_capacity` of this ring buffer.
 
         Args:
             q: The query, shape (1, heads, 1, dim).
@@ -210,7 +210,14 @@ class DecodeArgs(ctypes.Structure):
         return out.transpose(1, 2)
 
     def set_pointers(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Set the addresses of query, key and value, each of shape (1, heads, 1, dim), and of the output."""
+        """Set the addresses of the tensors of one new token.
+
+        Args:
+            q: The query, shape (1, heads, 1, dim).
+            k: The key, shape (1, kv_heads, 1, dim).
+            v: The value, with the same shape as `k`.
+            out: The tensor that the attention output is written to. It has heads * dim contiguous elements.
+        """
         self.q = q.data_ptr()
         self.k = k.data_ptr()
         self.v = v.data_ptr()
@@ -220,32 +227,34 @@ class DecodeArgs(ctypes.Structure):
         self.v_stride = v.stride(1)
 
     def set_step(self, length: int, window: int | None) -> None:
-        """Set the fields that change with every token.
+        """Set the fields that change with every token: the length, the window and the number of threads.
 
         Args:
             length: The number of tokens before the new token.
-            window: The size of the sliding window, or None.
+            window: The size of the sliding window, or None if there is no sliding window.
         """
         self.length = length
-        self.window = window or UNBOUNDED
+        self.window = UNBOUNDED if window is None else window
         num_keys = sum(ring_buffer.count for ring_buffer in self.ring_buffer_array)
-        if num_keys * self.dim > MIN_PARALLEL_MULTIPLICATIONS:
+        num_multiplications = num_keys * self.dim
+        if num_multiplications > MIN_PARALLEL_MULTIPLICATIONS:
             self.num_threads = torch.get_num_threads()
         else:
             self.num_threads = 1
 
 
 class DecayBuffer:
-    """The cumulative log decays of one layer in the order of the text, with free columns for further tokens.
+    """The cumulative log decays of one layer: the running sum of the log forget gates (FoX), for each head and token.
 
-    The compiled decode step appends one column per token. The position method (such as FoX) reads the columns from
-    `method_cache`, and replaces the tensor in `method_cache` when it processes tokens without the compiled step.
+    The buffer has one column per token, in the order of the text, and free columns for further tokens. The compiled
+    decode step fills one column per token. The position method reads the filled columns from `method_cache`. If the
+    position method processes tokens without the compiled step, the method puts a new tensor into `method_cache`.
     """
 
     def __init__(self) -> None:
         self._storage = torch.empty(0, 0, dtype=torch.float64)  # (heads, capacity)
         self._length = 0  # the number of columns that are filled
-        self._published: Tensor | None = None  # the view of `_storage` that was put into `method_cache`
+        self._cached_view: Tensor | None = None  # the view of `_storage` that was put into `method_cache`
 
     def bind(self, args: DecodeArgs, method_cache: dict[str, Tensor]) -> None:
         """Set the fields of the decode step that refer to this buffer.
@@ -254,8 +263,9 @@ class DecayBuffer:
             args: The arguments of the decode step.
             method_cache: The tensors that the position method stores in the cache of the layer.
         """
-        decays = method_cache.get(CUMULATIVE_DECAY)
-        was_replaced = decays is None or decays is not self._published
+        decays = method_cache.get(CUMULATIVE_DECAY_KEY)
+        # The position method puts a new tensor into `method_cache` if it processes tokens without the compiled step.
+        was_replaced = decays is None or decays is not self._cached_view
         is_full = self._length == self._storage.shape[1]
         if was_replaced or is_full:
             self._reallocate(args.num_heads, decays)
@@ -264,27 +274,39 @@ class DecayBuffer:
         args.decay_length = self._length
 
     def _reallocate(self, num_heads: int, decays: Float[Tensor, "1 heads length"] | None) -> None:
-        """Create new storage with free columns, and copy the decays of the tokens so far."""
+        """Create new storage with free columns, and copy the decays of the previous tokens.
+
+        Args:
+            num_heads: The number of query heads.
+            decays: The cumulative log decays of the previous tokens, or None if there are no previous tokens.
+        """
         self._length = 0 if decays is None else decays.shape[2]
         capacity = 2 * self._length + INITIAL_DECAY_CAPACITY
         self._storage = torch.empty(num_heads, capacity, dtype=torch.float64)
         if decays is not None:
             self._storage[:, : self._length] = decays[0]
 
-    def commit_token(self, method_cache: dict[str, Tensor], keep: int) -> None:
+    def commit_token(self, method_cache: dict[str, Tensor], num_needed: int) -> None:
         """Count the column that the decode step has filled, and put the newest columns into `method_cache`.
 
         Args:
             method_cache: The tensors that the position method stores in the cache of the layer.
-            keep: The number of newest columns that the position method still needs.
+            num_needed: The number of newest columns (tokens) that the position method still needs.
         """
         self._length += 1
-        self._published = self._storage[None, :, self._length - keep : self._length]
-        method_cache[CUMULATIVE_DECAY] = self._published
+        start = self._length - num_needed
+        self._cached_view = self._storage[None, :, start : self._length]
+        method_cache[CUMULATIVE_DECAY_KEY] = self._cached_view
 
 
 def make_head_structs(slopes: list[float], max_excess: float) -> Any:
-    """Return a ctypes array with one `HeadState` per slope, in the state before the first token."""
+    """Return a ctypes array with the state of each query head before the first token.
+
+    Args:
+        slopes: The ALiBi slopes, one per query head.
+        max_excess: The initial value of the field `max_excess`.
+    """
+    # No key is evicted yet. The total weight of the evicted keys is 0, so the logarithm of the weight is -inf.
     states = [HeadState(slope=slope, max_excess=max_excess, log_evicted_weight=-math.inf) for slope in slopes]
     return (HeadState * len(slopes))(*states)
 

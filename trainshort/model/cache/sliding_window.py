@@ -81,9 +81,11 @@ class WindowLayer(LayerCache):
         used.
         """
         k, v = detach_kv(k, v)
-        model_window = options.pop("window", None) or self.window
-        window = min(model_window, self.window)
-        start = self.length
+        window = self.window
+        model_window = options.pop("window", None)
+        if model_window is not None:
+            window = min(model_window, self.window)
+        start = self.length  # the position of the first new token
         recent_k, recent_v = self.append(k, v)
         if not self.sinks:
             return attend(q, recent_k, recent_v, window=window, **options)
@@ -104,8 +106,8 @@ class WindowLayer(LayerCache):
         Returns:
             The keys and the values of the new tokens and of the `window - 1` tokens before them.
         """
-        new = k.shape[2]
-        cached = self._end - self._start
+        new = k.shape[2]  # the number of new tokens
+        cached = self._end - self._start  # the number of cached tokens
         past = min(self.window - 1, cached)  # the number of cached tokens that the first new token attends to
         if not self.length:
             batch, kv_heads, _, dim = k.shape
@@ -136,7 +138,7 @@ class WindowLayer(LayerCache):
         return self.window - 1 + max(INITIAL_CAPACITY, self.window // 2)
 
     def _move_to_start(self, past_kv: Float[Tensor, "2 batch kv_heads past dim"], new: int) -> None:
-        """Store past tokens at the beginning of the buffer. Enlarge the buffer if it has not its largest capacity yet.
+        """Store past tokens at the beginning of the buffer. Enlarge the buffer first if it may still grow.
 
         Args:
             past_kv: The keys and values of the past tokens.
@@ -175,10 +177,10 @@ class WindowLayer(LayerCache):
             v: The values of the new tokens.
             start: The position of the first new token.
         """
-        missing = self.sinks - start
-        if missing <= 0:
+        num_missing = self.sinks - start  # the number of sinks that are not stored yet
+        if num_missing <= 0:
             return
-        new_sink_kv = torch.stack([k, v])[:, :, :, :missing].clone()
+        new_sink_kv = torch.stack([k, v])[:, :, :, :num_missing].clone()
         if self._sink_kv is None:
             self._sink_kv = new_sink_kv
         else:
@@ -192,7 +194,9 @@ class WindowLayer(LayerCache):
         start: int,
         bias: Bias | None,
     ) -> Float[Tensor, "batch heads new dim"]:
-        """Combine the attention inside the window with the attention to the sinks that have left the window.
+        """Combine the attention inside the window with the attention to the sinks that are outside of the window.
+
+        The sinks are the first tokens of the text. All later tokens attend to the sinks.
 
         Args:
             q: The queries of the new tokens.
@@ -202,7 +206,7 @@ class WindowLayer(LayerCache):
             bias: The bias of the attention scores.
 
         Returns:
-            The attention output for both ranges of keys together.
+            The attention output over the keys in the window and the sinks together.
         """
         assert self._sink_kv is not None
         all_in_window = start + q.shape[2] <= self.window
@@ -215,17 +219,19 @@ class WindowLayer(LayerCache):
         sink_positions = torch.arange(sinks, device=q.device)
         positions = torch.arange(start, start + q.shape[2], device=q.device)[:, None]
         true_distance = positions - sink_positions
-        # The tokens between the sinks and the window are not counted.
-        cached_distance = true_distance.minimum(self.window + sinks - 1 - sink_positions)
+        # The bias uses distances that are counted among the cached tokens (the sinks and the window) only.
+        max_cached_distance = self.window + sinks - 1 - sink_positions
+        cached_distance = true_distance.minimum(max_cached_distance)
 
         scores = (q @ k.transpose(-1, -2)).float() / q.shape[3] ** 0.5 + _bias_at(bias, cached_distance)
-        # `out` contains the sinks inside the window already.
+        # A sink inside the window is already part of `out`.
         scores = scores.masked_fill(true_distance < self.window, -torch.inf)
         sink_lse = scores.logsumexp(-1)
-        # If all sinks of a row are inside the window, `sink_lse` is -inf and the weights are NaN.
+        # If all sinks are inside the window of a query, its `sink_lse` is -inf, and its weights are NaN.
         weights = (scores - sink_lse[..., None]).exp().nan_to_num(0)
-        merged, _ = merge_by_lse(out, lse, weights.to(v.dtype) @ v, sink_lse)
-        return merged
+        sink_out = weights.to(v.dtype) @ v
+        merged_out, _ = merge_by_lse(out, lse, sink_out, sink_lse)
+        return merged_out
 
     @property
     def bytes(self) -> int:
@@ -235,7 +241,7 @@ class WindowLayer(LayerCache):
 
 
 def _bias_at(bias: Bias | None, distance: Int[Tensor, "new keys"]) -> Float[Tensor, "heads new keys"] | float:
-    """Return the values of a bias at the given distances between queries and keys.
+    """Return the values of a bias at the given distances between queries and keys. No bias has the value 0.
 
     Raises:
         InputError: If the bias does not depend on the distance alone.

@@ -35,6 +35,7 @@ class Sinusoidal(PositionMethod):
     ) -> Float[Tensor, "batch length width"]:
         """Add the sinusoidal vectors to the token embeddings."""
         half_width = self.width // 2
+        # The frequencies are 1 at index 0 of each half, and 1 / 10,000 at the last index.
         log_step = math.log(10_000) / max(half_width - 1, 1)
         frequencies = torch.exp(torch.arange(half_width, dtype=torch.float32, device=x.device) * -log_step)
         angles = (position_ids + self.FIRST_POSITION).float()[..., None] * frequencies

@@ -34,7 +34,10 @@ class Alibi(PositionMethod):
         self.init_float32_tensors()
 
     def init_float32_tensors(self) -> None:
-        """Set the slopes of the settings or of the ALiBi paper. The slopes of NoPE heads, the last heads, are 0."""
+        """Set the slopes to those of the settings, or to those of the ALiBi paper by default.
+
+        NoPE heads (heads without positions) have the slope 0. They are the last heads.
+        """
         num_position_heads = len(self.slopes) - self.nope_heads
         if self.settings.slopes is None:
             slopes = alibi.slopes(num_position_heads, self.settings.max_bias)
@@ -44,7 +47,7 @@ class Alibi(PositionMethod):
         self.slopes.data[:num_position_heads].copy_(slopes)
 
     def score_bias(self, length: int) -> Bias:
-        """Return the linear bias. The bias is the same for every `length`."""
+        """Return the linear bias. The bias does not depend on `length`, the number of keys."""
         return LinearBias(self.slopes)
 
 

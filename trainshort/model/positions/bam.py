@@ -30,13 +30,13 @@ class Bam(PositionMethod):
         self.init_float32_tensors()
 
     def init_float32_tensors(self) -> None:
-        """Set the parameters such that the bias is ALiBi's bias."""
+        """Set the initial parameters, with which the bias equals ALiBi's bias -slope * distance."""
         self.scale.data.copy_(alibi.slopes(len(self.scale)).log())
         self.centre.data.zero_()
         self.power.data.fill_(1)
 
     def score_bias(self, length: int) -> DistanceBias:
-        """Return the bias of each head at the distances 0 to `length - 1`."""
+        """Return the bias `-exp(scale) * |distance - centre|**power` at the distances 0 to `length - 1`."""
         distances = distance_range(length, self.scale.device)
         distances_to_centre = (distances - self.centre[:, None]).abs() + DISTANCE_EPSILON
         return DistanceBias(-self.scale.exp()[:, None] * distances_to_centre ** self.power[:, None])

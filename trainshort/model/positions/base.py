@@ -150,21 +150,40 @@ class PositionMethod(nn.Module):
         return q, k
 
     def score_bias(self, length: int) -> Bias | None:
-        """Hook: return the bias of the attention scores over `length` keys. All layers share this bias."""
+        """Hook: return the bias that is added to the attention scores. All layers share this bias.
+
+        Args:
+            length: The number of keys.
+
+        Returns:
+            The bias, or None for no bias. The default returns None.
+        """
         return None
 
     def content_bias(self, layer_input: LayerInput) -> Bias | None:
         """Hook: return the bias of the attention scores of one layer.
 
         Override this hook instead of `score_bias` if the bias depends on the text.
+
+        Args:
+            layer_input: The input of the attention layer.
+
+        Returns:
+            The bias, or None for no bias. The default returns the bias of `score_bias`.
         """
         return self.score_bias(layer_input.length)
 
     def gate(self, layer: int) -> "Gate | None":
-        """Return the forget gate of a layer.
+        """Return the forget gate from which the bias of a layer is computed.
 
-        Methods with a `DecayBias` implement this function so that text generation can use compiled layers. None means
-        that the bias is not computed by a gate.
+        Position methods with a `DecayBias` (such as FoX) override this method, so that text generation can use the
+        compiled decoder.
+
+        Args:
+            layer: The index of the layer.
+
+        Returns:
+            The gate, or None if the bias is not computed from a forget gate.
         """
         return None
 
@@ -190,9 +209,9 @@ class PositionMethod(nn.Module):
         return cls.score_bias is not PositionMethod.score_bias and not cls.is_content_dependent()
 
     def has_error_bound(self) -> bool:
-        """Return whether the bias limits the attention to distant tokens.
+        """Return whether a bounded KV cache can evict distant keys and prove an upper bound on the error.
 
-        If so, a bounded KV cache can evict distant keys and prove an upper bound on the error.
+        The proof requires a bias that falls with the distance: linear slopes (ALiBi) or a cumulative decay (FoX).
         """
         if self.uses_cumulative_decay:
             return True
@@ -211,6 +230,7 @@ class PositionMethod(nn.Module):
         if not isinstance(bias, LinearBias):
             return None
 
+        # The slopes must not depend on the length of the text, so they are compared at different lengths.
         probe_lengths = PROBE_LENGTHS if self.max_length is None else (self.max_length,)
         for length in probe_lengths:
             bias_at_length = self.score_bias(length)
@@ -251,9 +271,10 @@ class PositionMethod(nn.Module):
 
 
 def collapse_equal_rows(position_ids: Int[Tensor, "batch length"]) -> Int[Tensor, "rows length"]:
-    """Return one row if all rows of a batch are known to be equal, so that values are computed for one row only.
+    """Return only the first row if `position_ids` was expanded from one row with `Tensor.expand`.
 
-    The rows are known to be equal if the tensor was expanded from one row. The values are not compared.
+    All rows of an expanded tensor are equal, so the caller can compute its values for one row only. The stride of an
+    expanded dimension is 0. The values of the rows are not compared.
     """
     is_expanded = position_ids.stride(0) == 0
     return position_ids[:1] if is_expanded else position_ids
@@ -287,7 +308,7 @@ def zero_bias_for_nope_heads(bias: Bias | None, config: ModelConfig) -> Bias | N
     if not isinstance(bias, Bias):
         raise unknown_bias_error(bias)
 
-    # The number of dimensions of the bias tensor that follow the dimension of the heads.
+    # The number of dimensions that follow the dimension of the heads in the tensors of the bias.
     if isinstance(bias, LinearBias):
         trailing_dims = 0
     elif isinstance(bias, DenseBias):
@@ -297,7 +318,8 @@ def zero_bias_for_nope_heads(bias: Bias | None, config: ModelConfig) -> Bias | N
     num_position_heads = config.heads - config.nope_heads
     uses_positions = torch.arange(config.heads, device=bias.values.device) < num_position_heads
     # With trailing dimensions of size 1, the mask can be broadcast to the bias tensor.
-    uses_positions = uses_positions.view(-1, *[1] * trailing_dims)
+    mask_shape = [-1] + [1] * trailing_dims
+    uses_positions = uses_positions.view(mask_shape)
 
     # The fields are the tensors of the bias, such as `slopes` and `right` of a `LinearBias`. `right` may be None.
     changed_tensors = {}
@@ -348,17 +370,17 @@ def build_position(config: ModelConfig) -> PositionMethod:
     Raises:
         InputError: If the position method is unknown, or cannot be combined with other settings of the model.
     """
-    method = positions.get(config.position)
-    adds_to_embeddings = method.embed is not PositionMethod.embed
+    method_class = positions.get(config.position)
+    adds_to_embeddings = method_class.embed is not PositionMethod.embed
     has_nope_parts = config.nope_heads > 0 or config.nope_every is not None
     if adds_to_embeddings and has_nope_parts:
         raise InputError(
             f"{config.position} adds its positions to the embeddings, which all heads and layers share. "
             "nope_heads and nope_every require a method that works inside the layers, such as alibi or rotary."
         )
-    if method.causal_only and not config.causal:
+    if method_class.causal_only and not config.causal:
         raise InputError(f"{config.position} requires a causal model. An encoder can use alibi, t5 or rotary.")
     # If the code of a plug-in fails, the error message names the plug-in.
     with plugin_errors((positions.kind, config.position)):
         settings = parse_method_config(config.position, config.position_settings)
-        return method(config, settings)
+        return method_class(config, settings)

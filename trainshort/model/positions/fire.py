@@ -17,8 +17,8 @@ class Fire(PositionMethod):
 
         ln(1 + c * d) / ln(1 + c * max(i, L))
 
-    `c` is trained. L is `settings.threshold` times a trained factor. The absolute values of both are used. The
-    bias depends on the position of the query. So it is computed as a dense bias, again in each layer.
+    `c` is trained. L is `settings.threshold` times a trained factor. The absolute values of both trained numbers are
+    used. The bias depends on the position of the query, so each layer computes a dense bias.
     """
 
     Config = FireConfig
@@ -34,7 +34,11 @@ class Fire(PositionMethod):
         self.narrow = nn.Linear(settings.hidden, config.heads, bias=False)
 
     def content_bias(self, layer_input: LayerInput) -> DenseBias:
-        """Return the bias of each head, new query and key."""
+        """Return the bias of each head, new query and key.
+
+        The input of the network is ln(1 + c * distance) / ln(1 + c * max(position of the query, L)). `c` and L are
+        computed from trained parameters.
+        """
         position_ids = collapse_equal_rows(layer_input.position_ids)
         num_queries = position_ids.shape[1]
         key_indices = torch.arange(layer_input.length, device=position_ids.device)
@@ -43,7 +47,7 @@ class Fire(PositionMethod):
 
         c = self.c.float().abs()
         min_scale = self.threshold * self.multiplier.float().abs()
-        scales = torch.maximum(position_ids.float(), min_scale)
+        scales = torch.maximum(position_ids.float(), min_scale)  # max(position of the query, L)
         # Shape (rows, queries, keys), with one row if all rows of the batch have the same positions.
         normalized = torch.log1p(c * distances) / torch.log1p(c * scales)[..., None]
 

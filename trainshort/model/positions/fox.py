@@ -50,17 +50,26 @@ class Fox(PositionMethod):
         self.init_float32_tensors()
 
     def init_float32_tensors(self) -> None:
-        """Set the initial gate biases. The biases of NoPE heads, the last heads of each layer, are not used."""
+        """Set the initial gate biases.
+
+        The last heads of each layer are NoPE heads (heads without positions). Their biases are 0 and are not used.
+        """
         num_gates = self.heads - self.nope_heads
         biases = self.shift.data.zero_().view(-1, self.heads)
         biases[:, :num_gates].copy_(self._initial_gate_biases(num_gates))
 
     def _initial_gate_biases(self, num_gates: int) -> Float[Tensor, " heads"]:
-        """Return the initial bias b of the gate sigmoid(b) of each head. The settings select one of three methods.
+        """Return the initial bias b of the gate sigmoid(b) of each head.
+
+        The setting `init` selects one of three methods:
 
         - "half": All gates are 0.5.
         - "alibi": The scores fall with the distance as with ALiBi's slopes.
-        - "decay_times": The scores fall by 1 over a number of tokens that differs between the heads.
+        - "decay_times": Each head has a decay time, the number of tokens over which its scores fall by 1. The decay
+          times are spaced logarithmically between two settings.
+
+        Args:
+            num_gates: The number of heads with a gate.
         """
         init = self.settings.init
         if init is None:
@@ -81,7 +90,7 @@ class Fox(PositionMethod):
         return -biases if self.settings.negate_gate else biases
 
     def gate(self, layer: int) -> Gate:
-        """Return the forget gate of a layer, without the NoPE heads."""
+        """Return the forget gate of a layer, without the NoPE heads (heads without positions)."""
         num_gates = self.heads - self.nope_heads
         weight = None if self.weight is None else self.weight[layer, :num_gates]
         bias = self.shift.view(-1, self.heads)[layer, :num_gates]
@@ -89,7 +98,11 @@ class Fox(PositionMethod):
         return Gate(weight, bias, sign)
 
     def content_bias(self, layer_input: LayerInput) -> DecayBias:
-        """Compute the gates of the new tokens, and return the cumulative log gates of all tokens as a bias."""
+        """Compute the forget gates of the new tokens, and return the bias for the new and the cached tokens.
+
+        The bias is given by the cumulative sums c of the log gates. The score of query i and key j changes by
+        c[i] - c[j].
+        """
         x = layer_input.x
         weight, bias, sign = self.gate(layer_input.layer)
         gate_logits = bias.expand(*x.shape[:2], -1)
@@ -97,7 +110,7 @@ class Fox(PositionMethod):
             gate_logits = gate_logits + F.linear(x, weight.to(x.dtype)).float()
 
         log_gates = F.logsigmoid(sign * gate_logits).transpose(1, 2).double()  # (batch, heads, new tokens)
-        # The padding adds zeros for the NoPE heads.
+        # NoPE heads (heads without positions) have no gate. The padding appends zeros for these heads.
         cumulative = F.pad(log_gates.cumsum(-1), (0, 0, 0, self.nope_heads))
 
         # With a KV cache, the cumulative sums continue after the last cached token.

@@ -42,7 +42,10 @@ class Kerple(PositionMethod):
         self.p.data.uniform_(0, 2)
 
     def score_bias(self, length: int) -> DistanceBias:
-        """Return the bias of each head at the distances 0 to `length - 1`."""
+        """Return the bias of each head at the distances 0 to `length - 1`.
+
+        The bias is `-p * ln(1 + a * distance)` in the form "log", and `-a * distance**p` in the form "power".
+        """
         max_p = math.inf if self.form == "log" else MAX_POWER
         a = _clamp_keep_grad(self.a, MIN_PARAMETER, math.inf)[:, None]
         p = _clamp_keep_grad(self.p, MIN_PARAMETER, max_p)[:, None]
@@ -53,7 +56,10 @@ class Kerple(PositionMethod):
 
 
 def _clamp_keep_grad(x: Float[Tensor, " heads"], minimum: float, maximum: float) -> Float[Tensor, " heads"]:
-    """Clamp a parameter, but keep the gradients that lead back into the allowed range. See `_ClampKeepGrad`."""
+    """Clamp a parameter like `torch.clamp`, but with other gradients.
+
+    A value outside of the range keeps its gradient if a gradient step moves the value back into the range.
+    """
     if torch.is_grad_enabled() and x.requires_grad:
         return cast(Tensor, _ClampKeepGrad.apply(x, minimum, maximum))
     # Without gradients, the plain operation gives the same values. Exported graphs can contain plain operations only.
@@ -97,8 +103,8 @@ class _ClampKeepGrad(torch.autograd.Function):
 def log_bias_window(p: float, a: float, excess: float, tolerance: float) -> float:
     """Return how many of the nearest keys a query needs under the bias `-p * ln(1 + a * distance)`.
 
-    All keys at distances of at least W together have at most `tolerance` of the softmax mass, because their sum is
-    bounded by an integral:
+    The result is a number of keys W. All keys at distances of at least W together have at most `tolerance` of the
+    softmax mass (the sum of the attention weights). Their weights are bounded by an integral:
 
         sum over d >= W of (1 + a d)^-p  <=  (1 + a (W - 1))^(1 - p) / (a (p - 1))
 
@@ -109,7 +115,7 @@ def log_bias_window(p: float, a: float, excess: float, tolerance: float) -> floa
         tolerance: The softmax mass that may be dropped.
 
     Returns:
-        The window W. It is infinite for `p <= 1`, because the sum does not converge.
+        The number of keys W. W is infinite for `p <= 1`, because the sum does not converge.
     """
     if p <= 1:
         return math.inf

@@ -49,7 +49,15 @@ class LengthScaling(nn.Module):
         return (q.to(compute_dtype) * factor).to(q.dtype)
 
     def factor(self, position_ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch one_or_heads length"]:
-        """Return the factor for queries at these positions of their documents."""
+        """Return the factor that the query of each position is multiplied by.
+
+        Args:
+            position_ids: The position of each query in its own document.
+
+        Returns:
+            The factors. Let n be the number of tokens that a query sees. With "ssmax", a head has the factor s * ln(n)
+            with a trained s. With "llama4", the factor of all heads is 1 + 0.1 * ln(1 + floor(n / length)).
+        """
         num_visible = position_ids.float() + 1
         if self.s is not None:
             return self.s.float()[:, None] * num_visible.log()[:, None]

@@ -63,9 +63,10 @@ class Rotary(PositionMethod):
     def cos_sin(
         self, q: Tensor, position_ids: Int[Tensor, "batch length"]
     ) -> tuple[Float[Tensor, "batch 1 length pairs"], Float[Tensor, "batch 1 length pairs"]]:
-        """Return the cosine and the sine of the rotation angle of each position and pair.
+        """Return the cosine and the sine of the rotation angle of each position and pair of dimensions.
 
-        The angles are computed in float64. In float32, an angle at position 16,384 would have an error of 1e-3.
+        The angles are computed in float64. In float32, an angle at position 16,384 would have an error of 1e-3. If
+        `self.scaling` is set, cosine and sine are multiplied by the factor of the scaling method.
 
         Args:
             q: The queries. Only their device matters.
@@ -73,12 +74,13 @@ class Rotary(PositionMethod):
         """
         even_indices = _even_indices(self.dim, q.device)
         if self.scaling is None:
-            frequencies = self.base ** (-even_indices / self.dim)
+            frequencies = self.base ** (-even_indices / self.dim)  # radians per token
             factor = 1.0
         else:
             frequencies, factor = scaled_frequencies(self.scaling, self.base, self.dim)
             frequencies = frequencies.to(even_indices)
-        angles = position_ids.to(even_indices.dtype)[:, None, :, None] * frequencies
+        positions = position_ids.to(even_indices.dtype)[:, None, :, None]  # (batch, 1, length, 1)
+        angles = positions * frequencies
         return factor * angles.cos(), factor * angles.sin()
 
 
@@ -104,11 +106,16 @@ class XPos(Rotary):
         k: Float[Tensor, "batch kv_heads length dim"],
         position_ids: Int[Tensor, "batch length"],
     ) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys, and multiply each pair of dimensions by its factor."""
+        """Rotate queries and keys, and multiply each pair of dimensions by a factor that depends on the position.
+
+        The factor of pair n is `zeta**(position / scale_base)` for queries and its inverse for keys, with
+        `zeta = (2 * n / dim + 0.4) / 1.4`.
+        """
         position_ids = collapse_equal_rows(position_ids)
         cos, sin = self.cos_sin(q, position_ids)
         zeta = (_even_indices(self.dim, q.device) / self.dim + 0.4) / 1.4
-        q_factor = zeta ** (position_ids.to(zeta.dtype)[:, None, :, None] / self.scale_base)
+        positions = position_ids.to(zeta.dtype)[:, None, :, None]  # (batch, 1, length, 1)
+        q_factor = zeta ** (positions / self.scale_base)
 
         compute_dtype = torch.promote_types(q.dtype, torch.float32)
         rotated_q = _apply_rotation(q, (q_factor * cos).to(compute_dtype), (q_factor * sin).to(compute_dtype))
@@ -147,7 +154,7 @@ class RotaryScaling:
 
 
 def scaled_frequencies(scaling: RotaryScaling, base: float, dim: int) -> tuple[Float[Tensor, " pairs"], float]:
-    """Return the rotation frequencies of a scaling method, as `rope_scaling` of transformers defines them.
+    """Return the rotation frequencies of a scaling method, as Transformers defines the method in `rope_scaling`.
 
     The methods are:
 
@@ -188,7 +195,10 @@ def scaled_frequencies(scaling: RotaryScaling, base: float, dim: int) -> tuple[F
 def _yarn_interpolated_share(
     pairs: Float[Tensor, " pairs"], trained_at: int, base: float, dim: int
 ) -> Float[Tensor, " pairs"]:
-    """Return how much YaRN interpolates each pair: 0 for fast pairs, 1 for slow pairs, a linear ramp between.
+    """Return how much YaRN interpolates each pair of dimensions, as a number from 0 to 1.
+
+    Pairs that rotate fast have the number 0 and are not changed. Pairs that rotate slowly have the number 1. The
+    numbers of the pairs between them are a linear ramp.
 
     Args:
         pairs: The indices 0, 1, 2, ... of the pairs.
@@ -204,7 +214,16 @@ def _yarn_interpolated_share(
 
 
 def _pair_for_rotations(rotations: float, length: int, base: float, dim: int) -> float:
-    """Return the index (with fraction) of the pair that rotates `rotations` times over `length` tokens."""
+    """Return the index of the pair of dimensions that rotates `rotations` times over `length` tokens.
+
+    The index is a float, because the exact solution usually lies between two pairs.
+
+    Args:
+        rotations: The number of full rotations.
+        length: The number of tokens.
+        base: The base of the rotation frequencies.
+        dim: The number of rotated dimensions of a head.
+    """
     return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
 

@@ -28,7 +28,7 @@ class Sandwich(PositionMethod):
         self.init_float32_tensors()
 
     def init_float32_tensors(self) -> None:
-        """Set the factor of each head."""
+        """Set the factor of each head: heads / (8 * h) for head h, counted from 1."""
         heads = len(self.ratios)
         self.ratios.data.copy_(heads / (8 * torch.arange(1.0, heads + 1)))
 
@@ -41,6 +41,7 @@ class Sandwich(PositionMethod):
         pairs = torch.arange(1, num_pairs + 1, dtype=dtype, device=device)
         distances = torch.arange(length, dtype=dtype, device=device)
         angles = distances[:, None] * 10_000 ** (-2 * pairs / self.width)
-        # Each pair of dimensions contributes sin(x) sin(y) + cos(x) cos(y) = cos(x - y). At distance 0 this is 1.
+        # Each pair of dimensions contributes sin(x) sin(y) + cos(x) cos(y) = cos(x - y). At distance 0, each pair
+        # contributes 1. The subtraction of `num_pairs` makes the bias 0 at distance 0.
         inner_products = torch.cos(angles).sum(-1) - num_pairs
         return DistanceBias(self.ratios[:, None] * inner_products.float())

@@ -36,12 +36,13 @@ class T5(PositionMethod):
         nn.init.normal_(self.table, std=0.02)
 
     def score_bias(self, length: int) -> Bias:
-        """Return the bias of each head and distance. The bias is the same for every `length`."""
-        # All distances from max_distance on are in the last bucket. For larger distances, DistanceBias uses the last
-        # column of its table.
+        """Return the bias of each head and distance. The bias does not depend on `length`, the number of keys."""
+        # The last column of the table is the bias at `max_distance`. DistanceBias uses the last column for all larger
+        # distances, which are in the same bucket.
         distances = torch.arange(self.max_distance + 1, device=self.table.device)
         if self.causal:
             return DistanceBias(self.table[:, bucket_ids(distances, self.buckets, self.max_distance)])
+        # In an encoder, keys to the right of the query use the second half of the buckets.
         buckets_per_side = self.buckets // 2
         ids = bucket_ids(distances, buckets_per_side, self.max_distance)
         return DistanceBias(self.table[:, ids], right=self.table[:, buckets_per_side + ids])

@@ -72,10 +72,12 @@ INLINE void store(real *to, vec x) { memcpy(to, &x, sizeof x); }
 /* Returns a vector with `x` in every lane. */
 INLINE vec spread(real x) { return x - (vec){0}; }
 
-/* Returns the lanes of `yes` where the condition `where` is true (-1), and the lanes of `no` where it is false (0). */
-INLINE vec choose(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
+/* Returns for each lane the number of `if_true` if `condition` is true (-1), and of `if_false` if it is false (0). */
+INLINE vec choose(ivec condition, vec if_true, vec if_false) {
+    return (vec)((condition & (ivec)if_true) | (~condition & (ivec)if_false));
+}
 
-/* Returns the larger number in each lane. If one of the numbers is NaN, returns the number of `y`. */
+/* Returns the larger number of x and y for each lane. If x or y is NaN, returns y. */
 INLINE vec larger(vec x, vec y) { return VECTOR_MAX(x, y); }
 
 /* Returns the sum of all lanes. */
@@ -87,16 +89,16 @@ INLINE real sum_lanes(vec x) {
 
 /* Returns the dot product of two arrays. */
 INLINE real dot(const real *x, const real *y, int64_t length) {
-    vec sum = {0};
-    int64_t t = 0;
-    for (; t + LANES <= length; t += LANES) sum += load(x + t) * load(y + t);
-    real total = sum_lanes(sum);
-    for (; t < length; t++) total += x[t] * y[t];
+    vec lane_sums = {0};
+    int64_t i = 0;
+    for (; i + LANES <= length; i += LANES) lane_sums += load(x + i) * load(y + i);
+    real total = sum_lanes(lane_sums);
+    for (; i < length; i++) total += x[i] * y[i]; /* the elements after the last complete vector */
     return total;
 }
 
-/* Returns whether the condition `where` is true in at least one lane. */
-INLINE int any(ivec where) { return SIGN_BITS(where) != 0; }
+/* Returns whether the condition is true in at least one lane. */
+INLINE int any(ivec condition) { return SIGN_BITS(condition) != 0; }
 
 /* Returns table[index] for each lane. The table has eight entries. */
 INLINE vec pick_of_eight(const real *table, ivec index) {
@@ -109,7 +111,10 @@ INLINE vec pick_of_eight(const real *table, ivec index) {
 
 /* Returns table[index] for each lane. The table has sixteen entries. */
 INLINE vec pick_of_sixteen(const real *table, ivec index) {
-    return choose(index > 7, pick_of_eight(table + 8, index & 7), pick_of_eight(table, index & 7));
+    const ivec index_in_half = index & 7;
+    const vec from_first_half = pick_of_eight(table, index_in_half);
+    const vec from_second_half = pick_of_eight(table + 8, index_in_half);
+    return choose(index > 7, from_second_half, from_first_half);
 }
 
 /* Returns e^x for x <= 0, with an error of about one unit in the last place. Returns 0 if e^x is smaller than the
@@ -129,9 +134,10 @@ INLINE vec exp_below_zero(vec x) {
     const vec n = shifted - rounding_constant;
     const ivec power_of_two = ((ivec)shifted + EXPONENT_BIAS) << MANTISSA_BITS; /* the bits of the number 2^n */
     const vec f = (x - n * (real)LN_2) - n * (real)LN_2_REMAINDER;
-    vec y = spread(coefficients[degree]);
-    for (int i = degree - 1; i >= 0; i--) y = y * f + coefficients[i];
-    return (vec)(~is_tiny & (ivec)(y * (vec)power_of_two));
+    vec exp_f = spread(coefficients[degree]);
+    for (int i = degree - 1; i >= 0; i--) exp_f = exp_f * f + coefficients[i];
+    const vec result = exp_f * (vec)power_of_two;
+    return (vec)(~is_tiny & (ivec)result);
 }
 
 /* Returns log(x) for a normal number x >= 1. The error is at most 1e-7 * max(1, log(x)).
@@ -146,16 +152,16 @@ INLINE vec log_above_zero(vec x) {
     const ivec bits_of_one = (ivec)spread(1);
     const whole mantissa_mask = ((whole)1 << MANTISSA_BITS) - 1;
     vec m = (vec)((bits & mantissa_mask) | bits_of_one); /* between 1 and 2 */
-    const ivec is_large = m > (real)1.4142135;
-    m = choose(is_large, m / 2, m);
     vec n;
     for (int lane = 0; lane < LANES; lane++) n[lane] = (real)((bits[lane] >> MANTISSA_BITS) - EXPONENT_BIAS);
-    n = choose(is_large, n + 1, n);
+    const ivec is_above_sqrt_2 = m > (real)1.4142135;
+    m = choose(is_above_sqrt_2, m / 2, m);
+    n = choose(is_above_sqrt_2, n + 1, n);
     const vec s = (m - 1) / (m + 1);
-    const vec square = s * s;
-    vec sum = spread((real)1 / 11);
-    for (int odd = 9; odd > 0; odd -= 2) sum = sum * square + (real)1 / odd;
-    return n * (real)0.6931471805599453 + 2 * s * sum;
+    const vec s_squared = s * s;
+    vec sum = spread((real)1 / 11); /* the last of the six terms */
+    for (int odd = 9; odd > 0; odd -= 2) sum = sum * s_squared + (real)1 / odd;
+    return n * (real)0.6931471805599453 + 2 * s * sum; /* n ln 2 + log(m) */
 }
 
 #endif

@@ -7,10 +7,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+/* The largest number of helper threads in a process. */
 enum { MAX_HELPERS = 63 };
 
-/* How often a helper looks for work before it sleeps. This takes some tens of microseconds. The next piece of work
- * usually comes within this time. */
+/* How often a helper looks for work before it sleeps. All attempts together take some tens of microseconds. The next
+ * piece of work usually comes within this time. */
 enum { SPINS_BEFORE_SLEEP = 2000 };
 
 /* The helper threads of this process, and the queue that they work on. */
@@ -25,7 +26,9 @@ static struct {
     _Atomic uint32_t queue_id; /* increases with every queue; helpers wait for a change */
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* Sleeps while `queue_id` equals `value` (FUTEX_WAIT), or wakes up to `value` sleeping threads (FUTEX_WAKE). */
+/* Calls the Linux system call futex for `pool.queue_id`.
+ *
+ * With FUTEX_WAIT, this thread sleeps if `queue_id` equals `value`. With FUTEX_WAKE, up to `value` threads wake up. */
 static void futex_queue_id(int operation, uint32_t value) {
     syscall(SYS_futex, (uint32_t *)&pool.queue_id, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
@@ -34,8 +37,10 @@ static void futex_queue_id(int operation, uint32_t value) {
 static void process_items(void *data) {
     Queue *queue = data;
     void *scratch = NULL;
-    /* Without scratch memory, this thread processes no items. The other threads process them. */
-    if (queue->scratch_bytes && posix_memalign(&scratch, 64, queue->scratch_bytes)) return;
+    if (queue->scratch_bytes) {
+        const int is_out_of_memory = posix_memalign(&scratch, 64, queue->scratch_bytes) != 0;
+        if (is_out_of_memory) return; /* Other threads may have memory and process the items. */
+    }
     for (;;) {
         const int64_t item = atomic_fetch_add(&queue->next_item, 1);
         if (item >= queue->num_items) break;
@@ -96,8 +101,9 @@ static void start_helpers(int count) {
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     while (pool.num_helpers < count && pool.num_helpers < MAX_HELPERS) {
         pthread_t thread;
-        void *helper = (void *)(intptr_t)pool.num_helpers;
-        if (pthread_create(&thread, &attributes, run_helper, helper)) break;
+        void *helper_number = (void *)(intptr_t)pool.num_helpers;
+        const int has_failed = pthread_create(&thread, &attributes, run_helper, helper_number) != 0;
+        if (has_failed) break;
         pool.num_helpers++;
     }
     pthread_attr_destroy(&attributes);
@@ -105,28 +111,34 @@ static void start_helpers(int count) {
 
 /* Processes a queue with the calling thread and up to `threads` - 1 helpers. */
 static void run_with_helpers(Queue *queue, int threads) {
-    /* If the helpers work for another caller, this thread processes all items alone instead of waiting. */
-    if (threads < 2 || pthread_mutex_trylock(&pool.lock)) {
+    /* If the helpers work for another caller, the lock is not free. This thread then processes all items alone. */
+    if (threads < 2 || pthread_mutex_trylock(&pool.lock) != 0) {
         process_items(queue);
         return;
     }
-    if (pool.num_helpers < threads - 1) start_helpers(threads - 1);
+    const int num_helpers = threads - 1;
+    if (pool.num_helpers < num_helpers) start_helpers(num_helpers);
+
+    /* Open the queue for the helpers. */
     pool.queue = queue;
-    atomic_store(&pool.max_helpers, threads - 1);
+    atomic_store(&pool.max_helpers, num_helpers);
     atomic_store(&pool.is_open, 1);
     atomic_fetch_add(&pool.queue_id, 1);
-    if (atomic_load(&pool.num_sleeping)) futex_queue_id(FUTEX_WAKE, threads - 1);
+    if (atomic_load(&pool.num_sleeping)) futex_queue_id(FUTEX_WAKE, num_helpers);
     process_items(queue);
+
+    /* Close the queue, and wait for helpers that still process an item. */
     atomic_store(&pool.is_open, 0);
     while (atomic_load(&pool.num_active)) _mm_pause();
     pthread_mutex_unlock(&pool.lock);
 }
 
+/* thread_pool.h describes the arguments and the result. */
 int run_queue(Queue *queue, int threads, Parallel parallel) {
     if (threads > queue->num_items) threads = (int)queue->num_items;
     atomic_init(&queue->next_item, 0);
     if (threads > 1 && parallel)
-        parallel(process_items, queue, (unsigned)threads, 0);
+        parallel(process_items, queue, (unsigned)threads, 0); /* the function GOMP_parallel of OpenMP */
     else
         run_with_helpers(queue, threads);
     const int is_incomplete = atomic_load(&queue->next_item) < queue->num_items;

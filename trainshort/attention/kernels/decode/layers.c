@@ -43,6 +43,7 @@ enum { NO_ACTIVATION = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
 enum { OUTPUTS_PER_ITEM = 64 };      /* the number of outputs that a thread computes at a time */
 enum { FLOATS_PER_CACHE_LINE = 16 }; /* the number of floats that are read from memory at a time */
 
+/* Applies an activation function to a number. */
 static float activate(float x, int activation) {
     switch (activation) {
     case RELU: return x > 0 ? x : 0;
@@ -52,13 +53,15 @@ static float activate(float x, int activation) {
     }
 }
 
-/* Writes LayerNorm(x) to `normalized`. */
+/* Computes LayerNorm(x) and writes the result to `args->normalized`. */
 static void normalize(const LinearArgs *args) {
-    double sum = 0, squares = 0;
+    double sum = 0;
+    double squares = 0;
     for (int64_t i = 0; i < args->in_features; i++) sum += args->x[i];
     const double mean = sum / (double)args->in_features;
     for (int64_t i = 0; i < args->in_features; i++) squares += (args->x[i] - mean) * (args->x[i] - mean);
-    const double factor = 1 / sqrt(squares / (double)args->in_features + args->eps);
+    const double variance = squares / (double)args->in_features;
+    const double factor = 1 / sqrt(variance + args->eps);
     for (int64_t i = 0; i < args->in_features; i++) {
         const float value = (float)((args->x[i] - mean) * factor);
         const float norm_weight = args->norm_weight ? args->norm_weight[i] : 1;
@@ -67,32 +70,42 @@ static void normalize(const LinearArgs *args) {
     }
 }
 
-/* Computes the dot products of x with four consecutive rows of the weight matrix.
+/* Computes the dot products of x with four consecutive rows of the weight matrix, and writes them to `dot_products`.
  *
- * The function also prefetches the next four rows, because the processor does not predict the jump to another row. This
- * increases the memory throughput by 5 to 8 %. */
-static void dot_four_rows(const float *x, const float *weight, int64_t in_features, float *sums) {
-    vec sum_0 = {0}, sum_1 = {0}, sum_2 = {0}, sum_3 = {0};
+ * The function also prefetches the four rows after these rows. The processor alone does not predict the jump to another
+ * row. Prefetching increases the memory throughput by 5 to 8 %. */
+static void dot_four_rows(const float *x, const float *weight, int64_t in_features, float *dot_products) {
     const float *rows[4] = {weight, weight + in_features, weight + 2 * in_features, weight + 3 * in_features};
-    int64_t t = 0;
-    for (; t + LANES <= in_features; t += LANES) {
-        const vec x_block = load(x + t);
-        if (t % FLOATS_PER_CACHE_LINE == 0)
-            for (int i = 0; i < 4; i++) _mm_prefetch((const char *)(rows[i] + 4 * in_features + t), _MM_HINT_T0);
-        sum_0 += x_block * load(rows[0] + t);
-        sum_1 += x_block * load(rows[1] + t);
-        sum_2 += x_block * load(rows[2] + t);
-        sum_3 += x_block * load(rows[3] + t);
+    vec sum_0 = {0};
+    vec sum_1 = {0};
+    vec sum_2 = {0};
+    vec sum_3 = {0};
+    int64_t i = 0;
+    for (; i + LANES <= in_features; i += LANES) {
+        const vec x_block = load(x + i);
+        if (i % FLOATS_PER_CACHE_LINE == 0) {
+            for (int row = 0; row < 4; row++) {
+                const float *next_row = rows[row] + 4 * in_features;
+                _mm_prefetch((const char *)(next_row + i), _MM_HINT_T0);
+            }
+        }
+        sum_0 += x_block * load(rows[0] + i);
+        sum_1 += x_block * load(rows[1] + i);
+        sum_2 += x_block * load(rows[2] + i);
+        sum_3 += x_block * load(rows[3] + i);
     }
-    sums[0] = sum_lanes(sum_0);
-    sums[1] = sum_lanes(sum_1);
-    sums[2] = sum_lanes(sum_2);
-    sums[3] = sum_lanes(sum_3);
-    for (; t < in_features; t++)
-        for (int i = 0; i < 4; i++) sums[i] += x[t] * rows[i][t];
+    dot_products[0] = sum_lanes(sum_0);
+    dot_products[1] = sum_lanes(sum_1);
+    dot_products[2] = sum_lanes(sum_2);
+    dot_products[3] = sum_lanes(sum_3);
+    /* The elements after the last complete vector. */
+    for (; i < in_features; i++)
+        for (int row = 0; row < 4; row++) dot_products[row] += x[i] * rows[row][i];
 }
 
-/* Computes OUTPUTS_PER_ITEM outputs of a linear layer. This is one item of the work queue. */
+/* Computes OUTPUTS_PER_ITEM outputs of a linear layer. The work queue calls this function for each item.
+ *
+ * The item with number n contains the outputs from n * OUTPUTS_PER_ITEM on. `context` is the `LinearArgs`. */
 static void compute_outputs(void *context, int64_t item, void *unused) {
     (void)unused;
     const LinearArgs *args = context;
@@ -100,23 +113,24 @@ static void compute_outputs(void *context, int64_t item, void *unused) {
     const int64_t end = smaller_of(args->out_features, (item + 1) * OUTPUTS_PER_ITEM);
     int64_t output = item * OUTPUTS_PER_ITEM;
     while (output < end) {
+        /* Compute four outputs together if possible, otherwise a single output. */
         const float *weight = args->weight + output * args->in_features;
-        float sums[4];
+        float dot_products[4];
         const int64_t num_rows = end - output >= 4 ? 4 : 1;
         if (num_rows == 4)
-            dot_four_rows(x, weight, args->in_features, sums);
+            dot_four_rows(x, weight, args->in_features, dot_products);
         else
-            sums[0] = dot(x, weight, args->in_features);
-        for (int64_t i = 0; i < num_rows; i++) {
+            dot_products[0] = dot(x, weight, args->in_features);
+        for (int64_t row = 0; row < num_rows; row++) {
             const float bias = args->bias ? args->bias[output] : 0;
             const float residual = args->residual ? args->residual[output] : 0;
-            args->out[output] = activate(sums[i] + bias, args->activation) + residual;
+            args->out[output] = activate(dot_products[row] + bias, args->activation) + residual;
             output++;
         }
     }
 }
 
-/* Computes a linear layer. */
+/* Computes a linear layer for a single token: out = activation(weight . norm(x) + bias) + residual. */
 void trainshort_linear(const LinearArgs *args) {
     if (args->has_norm) normalize(args);
     Queue outputs = {compute_outputs, (void *)args, blocks_of(args->out_features, OUTPUTS_PER_ITEM), 0, 0};
@@ -134,11 +148,11 @@ typedef struct {
     const DecodeArgs *attention;
 } LayerArgs;
 
-/* Computes a linear layer with its own number of threads, or with `num_threads` if it has none. */
+/* Computes a linear layer. If `args` does not set the number of threads, `num_threads` threads are used. */
 static void run_linear(const LinearArgs *args, int num_threads) {
-    LinearArgs call = *args;
-    if (!call.num_threads) call.num_threads = num_threads;
-    trainshort_linear(&call);
+    LinearArgs args_with_threads = *args;
+    if (args->num_threads == 0) args_with_threads.num_threads = num_threads;
+    trainshort_linear(&args_with_threads);
 }
 
 /* Returns whether a ring buffer must grow before the key of the token can be stored. */
@@ -148,10 +162,10 @@ static int needs_growth(const DecodeArgs *args) {
     return 0;
 }
 
-/* Runs the transformer blocks from `first` to `count` - 1.
+/* Runs the transformer blocks `first` to `count` - 1 for one token. Returns the index of the next block to run.
  *
- * Returns the number of the last block that was run, plus 1. This is `count`, unless a ring buffer must grow: then the
- * function returns after the block of this ring buffer, so that Python can enlarge it. */
+ * The result is `count` if all blocks were run. If a ring buffer of a block must grow, the function returns after this
+ * block. Python then enlarges the ring buffer, and calls the function again for the remaining blocks. */
 int64_t trainshort_decode_layers(const LayerArgs *layers, int64_t first, int64_t count, int32_t num_threads) {
     for (int64_t i = first; i < count; i++) {
         const LayerArgs *layer = &layers[i];

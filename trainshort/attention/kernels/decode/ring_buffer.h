@@ -63,8 +63,10 @@ typedef struct {
     int32_t num_threads;
 } DecodeArgs;
 
-/* Computes the attention of the new token. Then stores its key and value in the ring buffers, except in those with a
- * `requested_capacity`. */
+/* Computes the attention of the new token to all keys in the ring buffers and to itself.
+ *
+ * Then stores the new key and value in each ring buffer. If a ring buffer must grow first, its field
+ * `requested_capacity` is set instead. */
 void trainshort_decode_attention(const DecodeArgs *args);
 
 #endif
