@@ -115,7 +115,7 @@ def open_file(path: Path, *, hint: str = RESTORE_HINT) -> BufferedReader:
         InputError: If `path` is not a regular file, or cannot be opened.
     """
     try:
-        # `exists` is read first. If another process creates the file meanwhile, the file is opened or counts as missing.
+        # `exists` is read first. If another process creates the file meanwhile, it is opened or counts as missing.
         exists = os.path.lexists(path)
         # A named pipe must not be opened, because opening it waits until another process writes to the pipe.
         if path.is_file():
