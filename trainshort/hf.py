@@ -30,9 +30,10 @@ MODEL_TYPE = "trainshort"
 """The `model_type` in the `config.json` of a Hugging Face folder."""
 
 ComputeBias = Callable[[slice, int, dict[str, Tensor]], Bias | None]
-"""A function that computes a bias. The arguments are rows of the batch, the number of cached keys, and a dictionary.
+"""A function that computes the attention bias of a position method.
 
-The position method stores tensors in the dictionary that it needs in the next call.
+Its arguments are the rows of the batch, the number of cached keys, and a dictionary. The position method stores tensors
+in the dictionary that the next call needs.
 """
 
 
@@ -93,7 +94,7 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
                 "Invalid config.json of a trainshort model: expected the model settings under the key 'model'."
             )
         self.model = TransformerLM(ModelConfig.parse(config.model))
-        self.post_init()
+        self.post_init()  # Transformers requires this call at the end of `__init__`.
 
     @classmethod
     def from_trainshort(cls, model: TransformerLM, trained_at: int | None = None) -> "TrainshortForCausalLM":
@@ -106,6 +107,7 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
         Returns:
             The Hugging Face model in evaluation mode.
         """
+        # On the device "meta", no memory is allocated for the weights that are replaced.
         with torch.device("meta"):
             hf_model = cls(TrainshortConfig.from_model_config(model.config, trained_at))
         hf_model.model = model
@@ -119,7 +121,7 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if isinstance(module, PositionMethod):
             loaded_values = [parameter.detach().clone() for parameter in module.parameters()]
-            module.init_float32_tensors()
+            module.init_float32_tensors()  # Initializes the buffers, but also the parameters.
             for parameter, value in zip(module.parameters(), loaded_values, strict=True):
                 parameter.data.copy_(value)
 
@@ -166,13 +168,20 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
             InputError: If packed documents are combined with a cache.
         """
         length = input_ids.shape[1]
-        past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        segment_ids = _make_segment_ids(attention_mask, position_ids, length) if past_length == 0 else None
+        past_length = 0
+        if past_key_values is not None:
+            past_length = int(past_key_values.get_seq_length())
+
+        # The segment ids separate packed documents and padding.
+        segment_ids = None
+        if past_length == 0:
+            segment_ids = _make_segment_ids(attention_mask, position_ids, length)
         is_packed = segment_ids is not None and _has_several_segments(segment_ids)
 
         if use_cache is None:
             use_cache = self.config.use_cache
-        if use_cache and past_key_values is None and not self.training and not is_packed:
+        can_create_cache = past_key_values is None and not self.training and not is_packed
+        if use_cache and can_create_cache:
             past_key_values = DynamicCache(config=self.config)
 
         if past_key_values is None:
@@ -183,9 +192,11 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
             cache = _TransformersCache(past_key_values, attention_mask, past_length, length)
             hidden = self.model.hidden(input_ids, cache=cache)  # pyright: ignore[reportArgumentType]
 
-        # A slice that starts at -0 selects all positions.
-        kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.model.vocabulary.log_scores(hidden[:, kept_positions])
+        if isinstance(logits_to_keep, int):
+            output_positions = slice(-logits_to_keep, None)  # A slice that starts at -0 selects all positions.
+        else:
+            output_positions = logits_to_keep
+        logits = self.model.vocabulary.log_scores(hidden[:, output_positions])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
@@ -209,7 +220,8 @@ def _make_segment_ids(
     if position_ids is None or position_ids.shape[1] < 2:
         return text_mask
     starts_segment = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    segment_ids = nn.functional.pad(starts_segment.cumsum(1), (1, 0)) + 1
+    num_started = nn.functional.pad(starts_segment.cumsum(1), (1, 0))  # The first token starts no new segment.
+    segment_ids = num_started + 1
     if text_mask is not None:
         return segment_ids * text_mask
     has_several_segments = bool((segment_ids > 1).any())
@@ -219,7 +231,9 @@ def _make_segment_ids(
 def _has_several_segments(segment_ids: Int[Tensor, "batch length"]) -> bool:
     """Return whether a row contains more than one segment. Padding (segment id 0) does not count."""
     largest_ids = segment_ids.amax(1)
-    smallest_ids = segment_ids.where(segment_ids > 0, segment_ids.max()).amin(1)
+    # Replace the 0 of padding by a large number before the minimum is computed.
+    without_padding = segment_ids.where(segment_ids > 0, segment_ids.max())
+    smallest_ids = without_padding.amin(1)
     return bool((largest_ids > smallest_ids).any())
 
 
@@ -238,7 +252,7 @@ def _make_text_mask(attention_mask: Tensor | None, num_keys: int) -> Int[Tensor,
         # The last query sees all keys that are not padding.
         attention_mask = attention_mask[:, 0, -1]
         if attention_mask.dtype != torch.bool:
-            attention_mask = attention_mask > -1
+            attention_mask = attention_mask > -1  # 0 for visible keys, a large negative number for hidden keys
     text_mask = attention_mask[:, :num_keys].long()
     has_padding = not bool(text_mask.all())
     return text_mask if has_padding else None
@@ -262,14 +276,19 @@ class _TransformersCache:
         self.segment_ids = _make_text_mask(attention_mask, self.total_length)
 
     def offset(self, batch: int) -> int | Tensor:
-        """Return what must be added to the index of each new token to get its position.
+        """Return the number that must be added to the index of each new token to get the position of the token.
 
-        Without padding, this is the number of cached tokens. With padding, the number differs for each token, because
-        padding does not count.
+        Without padding, the result is the number of cached tokens. With padding, the result is a tensor with one number
+        for each new token, because padding does not count for positions.
+
+        Args:
+            batch: The number of sequences. Not used, but the caches of trainshort have this parameter.
         """
         if self.segment_ids is None:
             return self.length
-        position_ids = self.segment_ids.cumsum(1)[:, self.length :] - 1
+        # Text has segment id 1, so the cumulative sum counts the text tokens.
+        num_text_tokens = self.segment_ids.cumsum(1)
+        position_ids = num_text_tokens[:, self.length :] - 1
         token_indices = torch.arange(position_ids.shape[1], device=position_ids.device)
         return position_ids - token_indices
 
@@ -296,9 +315,15 @@ class _TransformersLayerCache:
         self.cumulative_decay: Float[Tensor, "batch heads total"] | None = None
 
     def content_bias(self, compute_bias: ComputeBias) -> Bias | None:
-        """Return the bias of a position method that depends on the text.
+        """Return the attention bias of a position method whose bias depends on the text.
 
-        `attend` is called next and stores the cumulative decay of the new keys.
+        The new cumulative decays are kept in this object until `attend` stores them with the new keys.
+
+        Args:
+            compute_bias: The function of the position method that computes the bias.
+
+        Raises:
+            InputError: If the position method stores other values than the cumulative decay.
         """
         past_length = self.model_cache.length
         method_cache: dict[str, Tensor] = {}
@@ -333,11 +358,13 @@ class _TransformersLayerCache:
             blocks: The block size for `attend_in_blocks`, or None for normal attention.
             **options: The options of `attend`.
         """
-        cached_k, cached_v = self.model_cache.cache.update(self._append_cumulative_decay(k), v, self.index)
+        extended_k = self._append_cumulative_decay(k)
+        cached_k, cached_v = self.model_cache.cache.update(extended_k, v, self.index)
         # Without cached tokens, the new keys and values are used directly. The cache holds copies of them.
         if self.model_cache.length > 0:
             total_length = self.model_cache.total_length
             head_width = k.shape[3]
+            # Drop the appended decays and the unused keys of a static cache.
             k = cached_k[:, :, :total_length, :head_width]
             v = cached_v[:, :, :total_length]
         options["segment_ids"] = self.model_cache.segment_ids
@@ -351,17 +378,27 @@ class _TransformersLayerCache:
     def _append_cumulative_decay(
         self, k: Float[Tensor, "batch kv_heads new dim"]
     ) -> Float[Tensor, "batch kv_heads new extended_dim"]:
-        """Append the cumulative decays of all query heads that share a key to the key, as additional dimensions."""
+        """Append the cumulative log decays of the Forgetting Transformer to the new keys, as additional dimensions.
+
+        Several query heads can share a key. The decays of all these query heads are appended to the key. Without
+        decays, the keys are returned unchanged.
+        """
         if self.cumulative_decay is None:
             return k
-        num_kv_heads, num_new = k.shape[1], k.shape[2]
+        num_kv_heads = k.shape[1]
+        num_new = k.shape[2]
         new_decay = self.cumulative_decay[..., -num_new:].detach()
         # (batch, heads, new) becomes (batch, kv_heads, new, heads per kv_head).
         decay_per_key = new_decay.unflatten(1, (num_kv_heads, -1)).transpose(2, 3)
-        return torch.cat([k, _contiguous_copy(decay_per_key).view(k.dtype)], dim=3)
+        # `view` reads the bits of the float64 numbers as several numbers of the dtype of the keys.
+        decay_bits = _contiguous_copy(decay_per_key).view(k.dtype)
+        return torch.cat([k, decay_bits], dim=3)
 
     def _read_cumulative_decay(self) -> Float[Tensor, "batch heads past"] | None:
-        """Return the cumulative decays of the cached keys, or None if the keys have no additional dimensions."""
+        """Return the cumulative log decays of the cached keys, or None if the model does not store decays.
+
+        `_append_cumulative_decay` appended the decays to the keys as additional dimensions.
+        """
         past_length = self.model_cache.length
         if past_length == 0:
             return None

@@ -228,7 +228,7 @@ def test_invalid_options_are_rejected(tmp_path, monkeypatch):
         "--data.corpus": [alibi_run, *to_alibi],
         "'nothing.txt'": [alibi_run, *to_alibi, "--corpus", "nothing.txt"],
         "tiny.txt is a file": ["tiny.txt", *to_alibi, *corpus],
-        "--train.steps .*'few'": [alibi_run, *to_alibi, *corpus, "--steps", "few"],
+        "--train.steps: .*'few'": [alibi_run, *to_alibi, *corpus, "--steps", "few"],
     }
     for pattern, words in invalid_commands.items():
         with pytest.raises(InputError, match=pattern):

@@ -382,7 +382,7 @@ class Convert:
             self._check_training_text(config)
         for note in model.notes:
             print_status(note[0].upper() + note[1:] + ".")
-        return source.before, config
+        return source.original_path, config
 
     def _check_training_text(self, config: RunConfig) -> None:
         """Tokenize the training text with the tokenizer in the new run folder, and check that the text is long enough.

@@ -7,6 +7,7 @@ the perplexity before the conversion, after the conversion and after the trainin
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -48,17 +49,17 @@ STAGES = {"before": "before the conversion", "surgery": "after the conversion", 
 
 @dataclass(frozen=True)
 class ConversionSource:
-    """A model that is converted.
+    """A model that will be converted to ALiBi.
 
     Attributes:
-        source: The converted model, which is not copied yet.
+        source: The weights and the tokenizer, which are not copied yet, and the config of the converted model.
         position: The position method of the original model.
-        before: The path of the original model, for its evaluation.
+        original_path: The path of the original model, for its evaluation.
     """
 
     source: ImportSource
     position: str
-    before: str
+    original_path: str
 
 
 def open_conversion_source(request: ImportRequest) -> ConversionSource:
@@ -66,6 +67,9 @@ def open_conversion_source(request: ImportRequest) -> ConversionSource:
 
     Args:
         request: The model: a run folder, the folder of a Hugging Face model, or the name of a model on the hub.
+
+    Returns:
+        The opened model. It is not copied yet.
 
     Raises:
         InputError: If the model already has ALiBi, is not supported, or has no tokenizer.
@@ -82,6 +86,7 @@ def open_conversion_source(request: ImportRequest) -> ConversionSource:
         return _open_run(path)
 
     folder = path if path.is_dir() else download_snapshot(request.source)
+    # `convertible` is the registry of the model formats that can be converted.
     source = open_folder(folder, request, convertible)
     if source.tokenizer is None:
         raise InputError(f"{folder} has no tokenizer.json, which the training requires. Give --tokenizer FILE.")
@@ -111,11 +116,13 @@ def _open_run(path: Path) -> ConversionSource:
     notes: tuple[str, ...] = ()
     mean_position = _mean_position(model, config.train.length)
     if mean_position is not None:
-        # The layers were trained on embeddings plus positions. Adding the same vector to all rows of the embedding
-        # matrix changes all logits equally, so the matrix may also be the output matrix.
+        # The layers were trained on embeddings plus positions, so the mean of the positions is added to the embeddings.
+        # The embedding matrix may also be the output matrix. The added vector then changes all logits at a position by
+        # the same number, so the probabilities stay the same.
         weights["vocabulary.embedding.weight"] = weights["vocabulary.embedding.weight"] + mean_position
         notes = ("the mean of the positions was added to the embeddings",)
 
+    # Tensors of the old positions have no place in the new model and are dropped.
     weight_map = WeightMap(
         model=ImportedModel(alibi_config, config.train.length, notes),
         weights=weights,
@@ -143,11 +150,13 @@ def _mean_position(model: TransformerLM, length: int) -> Float[Tensor, " width"]
     """
     config = model.config
     method = model.position
+    # A position method that adds nothing to the embeddings does not override `embed`.
     adds_to_embeddings = type(method).embed is not PositionMethod.embed
     # A norm after the embeddings, or narrower embeddings of rare words, cannot pass on an added vector.
     can_store_mean = config.adaptive is None and not config.embedding_norm
     if not adds_to_embeddings or not can_store_mean:
         return None
+    # `embed` returns embeddings plus positions. With embeddings of zero, it returns the positions alone.
     zero_embeddings = torch.zeros(1, length, config.width)
     positions = torch.arange(length)[None]
     position_vectors = method.embed(zero_embeddings, positions)[0]
@@ -164,8 +173,12 @@ def convert(conversion: ConversionSource, request: ImportRequest, config: RunCon
         config: The config of the run.
         out: The run folder. It must not exist, or must be empty.
     """
-    record = {"source": request.source, "converted": {"from": conversion.position, "to": config.model.position}}
-    write_run(conversion.source, config, out, lambda _: record)
+
+    def describe_conversion(run_folder: Path) -> dict[str, Any]:
+        """Return the entries of `import.json` that only a converted model has."""
+        return {"source": request.source, "converted": {"from": conversion.position, "to": config.model.position}}
+
+    write_run(conversion.source, config, out, describe_conversion)
 
 
 def check_same_conversion(out: Path, source: str) -> None:
@@ -178,8 +191,10 @@ def check_same_conversion(out: Path, source: str) -> None:
     Raises:
         InputError: If the run folder holds another run.
     """
-    record_path = RunFolder(out).imported
-    record = read_json_object(record_path) if record_path.exists() else {}
+    record_path = RunFolder(out).imported  # import.json
+    record = {}
+    if record_path.exists():
+        record = read_json_object(record_path)
     if "converted" not in record:
         raise InputError(f"{out} is a run, but not a conversion that can be resumed. Choose another --out.")
     if record.get("source") != source:
@@ -203,7 +218,7 @@ class ConversionEvaluator:
         length: The training length.
 
     Attributes:
-        plan: The input lengths. Lengths that exceed the text are left out.
+        plan: The text and the input lengths to evaluate. Lengths that exceed the text are left out.
         evaluations: The finished evaluations by stage.
     """
 
@@ -211,12 +226,15 @@ class ConversionEvaluator:
         self.run = run
         self.text = text
         self.length = length
-        lengths = [multiple * length for multiple in LENGTH_MULTIPLES if multiple * length <= len(text.tokens)]
-        self.plan = Sweep(text.tokens, lengths or [length])
+        all_lengths = [multiple * length for multiple in LENGTH_MULTIPLES]
+        lengths = [input_length for input_length in all_lengths if input_length <= len(text.tokens)]
+        if not lengths:
+            lengths = [length]
+        self.plan = Sweep(text.tokens, lengths)
         self.evaluations: dict[str, Evaluation] = {}
 
     def path(self, stage: str) -> Path:
-        """Return the path of the evaluation of a stage."""
+        """Return the path of the JSON file with the evaluation of a stage, a key of `STAGES`."""
         return self.run / EVALUATION_FOLDER / f"{stage}.json"
 
     def measure(self, stage: str, name: str, bos: int) -> None:
@@ -225,13 +243,14 @@ class ConversionEvaluator:
         Args:
             stage: The stage of the conversion, a key of `STAGES`.
             name: The path or the hub name of the model.
-            bos: The token that the model reads before the first token of the text.
+            bos: The id of the token that the model reads before the first token of the text.
         """
         path = self.path(stage)
         if path.exists():
-            stored = results.load(path)
-            self.evaluations[stage] = stored
-            is_complete = len(stored.rows) == len(self.plan.lengths)
+            stored_evaluation = results.load(path)
+            self.evaluations[stage] = stored_evaluation
+            # The stored evaluation has one row for each input length.
+            is_complete = len(stored_evaluation.rows) == len(self.plan.lengths)
             if is_complete:
                 return
         make_folder(path.parent)
@@ -273,14 +292,18 @@ class ConversionEvaluator:
         for length in self.plan.lengths:
             label = f"{length:,}"
             if length == self.length:
-                label += " = L"
+                label += " = L"  # L stands for the training length.
             perplexities = [_format_perplexity(evaluation, length) for evaluation in self.evaluations.values()]
             table.add_row(label, *perplexities)
         return table
 
 
 def _format_perplexity(evaluation: Evaluation, length: int) -> str:
-    """Return the perplexity at a length as text. Without a perplexity, return the status, or an empty string."""
+    """Return the perplexity at an input length as text, for a cell of a table.
+
+    If the perplexity could not be measured, return the status that says why. If the length was not evaluated, return an
+    empty string.
+    """
     row = evaluation.row(length)
     if row is None:
         return ""

@@ -115,6 +115,7 @@ def import_model(request: ImportRequest, out: Path) -> Path:
     config = RunConfig(model=model.config, data=data, train=TrainConfig(length=length))
 
     def describe_import(run_folder: Path) -> dict[str, Any]:
+        """Return the entries of `import.json` that only an imported model has."""
         return {"source": request.source, "parity": _check_parity(source, run_folder)}
 
     write_run(source, config, out, describe_import)
@@ -166,6 +167,7 @@ def load_in_memory(request: ImportRequest) -> tuple[TransformerLM, ImportSource]
         source = open_source(request)
         config = source.weight_map.model.config
     else:
+        # An opened source always describes a model with ALiBi. Replace ALiBi by the original rotary positions.
         source = open_folder(folder, request, convertible)
         alibi_config = source.weight_map.model.config
         config = alibi_config.replace(position="rotary", position_settings=rotary_config)
@@ -175,7 +177,8 @@ def load_in_memory(request: ImportRequest) -> tuple[TransformerLM, ImportSource]
         for name, parameter in model.named_parameters():
             weight = source.weight_map.tensor(name)
             if rotary_config is not None and ".attention.qkv." in name:
-                weight = _halves_to_pairs(weight, config, rotary_config.rotary_dims(config.head_width))
+                rotary_dims = rotary_config.rotary_dims(config.head_width)
+                weight = _halves_to_pairs(weight, config, rotary_dims)
             parameter.copy_(weight)
     return model.eval(), source
 
@@ -194,7 +197,8 @@ def _read_rotary_config(folder: Path) -> RotaryConfig | None:
         return None
     source_config = read_json_object(config_path)
     model_type = str(source_config.get("model_type"))
-    if model_type not in convertible or not convertible.get(model_type).rotary_halves:
+    has_rotary_positions = model_type in convertible and convertible.get(model_type).rotary_halves
+    if not has_rotary_positions:
         return None
 
     scaling_type = rope_scaling_type(source_config)
@@ -223,12 +227,15 @@ def _halves_to_pairs(
         rotary_dims: The number of dimensions of each head that are rotated. The other dimensions keep their order.
     """
     num_q_and_k_rows = (config.heads + config.key_heads) * config.head_width
-    heads = qkv[:num_q_and_k_rows].unflatten(0, (-1, config.head_width))
+    q_and_k = qkv[:num_q_and_k_rows]
+    v = qkv[num_q_and_k_rows:]  # The values are not rotated.
+
+    heads = q_and_k.unflatten(0, (-1, config.head_width))
     rotated = heads[:, :rotary_dims]
     not_rotated = heads[:, rotary_dims:]
-    pairs = rotated.unflatten(1, (2, rotary_dims // 2)).transpose(1, 2).flatten(1, 2)
+    two_halves = rotated.unflatten(1, (2, rotary_dims // 2))
+    pairs = two_halves.transpose(1, 2).flatten(1, 2)
     reordered_heads = torch.cat([pairs, not_rotated], dim=1)
-    v = qkv[num_q_and_k_rows:]
     return torch.cat([reordered_heads.flatten(0, 1), v])
 
 
@@ -239,7 +246,11 @@ def open_source(request: ImportRequest) -> ImportSource:
     """Open a model of another program: read its config and find the source of each tensor.
 
     Args:
-        request: The model to open. A name that is not a local path is downloaded from the hub.
+        request: The model to open. If `request.source` is not a local path, a model of this name is downloaded from the
+            Hugging Face hub.
+
+    Returns:
+        The opened model. Its weights are not copied yet.
 
     Raises:
         InputError: If the model is not supported or damaged.
@@ -247,7 +258,7 @@ def open_source(request: ImportRequest) -> ImportSource:
     path = Path(request.source).expanduser()
     if path.is_dir():
         return open_folder(path, request)
-    if path.exists():
+    if path.exists():  # A single file can only be a fairseq checkpoint.
         settings, weights = fairseq.read_checkpoint(path)
         weight_map = map_weights(fairseq.FAIRSEQ, settings, weights)
         tokenizer = _load_fairseq_tokenizer(request, weight_map.model.config.vocab_size)
@@ -256,7 +267,10 @@ def open_source(request: ImportRequest) -> ImportSource:
 
 
 def _load_fairseq_tokenizer(request: ImportRequest, vocab_size: int) -> Tokenizer | None:
-    """Load the dictionary or the tokenizer that the user gave for a fairseq model, or return None."""
+    """Return the tokenizer of a fairseq model, or None if the user gave no file for it.
+
+    A fairseq checkpoint contains no tokenizer. The user can give the `dict.txt` of the model or a `tokenizer.json`.
+    """
     if request.dictionary is not None:
         return fairseq.read_dictionary(request.dictionary, vocab_size)
     if request.tokenizer is not None:
@@ -294,18 +308,22 @@ def open_folder(folder: Path, request: ImportRequest, known_formats: Registry[Fo
     """
     if request.dictionary is not None:
         raise InputError("--dictionary requires a fairseq checkpoint. A Hugging Face model has a tokenizer.json.")
+    # A folder that `trainshort export` wrote for a program such as llama.cpp is not a Hugging Face model.
     reject_foreign_export(folder)
     source_config = read_json_object(folder / "config.json", hint=MODEL_FOLDER_HINT)
     model_type = read_model_type(source_config, folder)
     if model_type is None:
         raise InputError(f"{folder} is already a run folder of trainshort. Use the folder as it is.")
+    # The format "fairseq" is a single file and never a folder.
     is_known = isinstance(model_type, str) and model_type in known_formats and model_type != "fairseq"
     if not is_known:
+        shortened_type = str(model_type)[:60]  # A damaged config may contain a very long value.
         hint = _unknown_format_hint(str(model_type), known_formats)
-        raise InputError(f"{folder} is a model of type {str(model_type)[:60]!r}{hint}")
+        raise InputError(f"{folder} is a model of type {shortened_type!r}{hint}")
 
     weights = safetensors_io.StoredWeights(folder)
     weight_map = map_weights(known_formats.get(model_type), source_config, weights)
+    # A tokenizer that the user gave replaces the tokenizer of the model.
     tokenizer_path = request.tokenizer
     if tokenizer_path is None and (folder / TOKENIZER_FILE).exists():
         tokenizer_path = folder / TOKENIZER_FILE
@@ -336,7 +354,7 @@ def _unknown_format_hint(model_type: str, known_formats: Registry[Format]) -> st
 
 
 def _load_matching_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
-    """Load a tokenizer, and check that its tokens fit the vocabulary of a model."""
+    """Load a tokenizer for a model. Raise `InputError` if the tokenizer has more tokens than the model."""
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
@@ -359,6 +377,7 @@ def download_snapshot(name: str, patterns: tuple[str, ...] = DOWNLOAD_PATTERNS) 
     Raises:
         InputError: If the model does not exist, or if the hub is not reachable and the cache has no copy.
     """
+    # The error message is: "There is no folder ... Downloading a model from the hub requires huggingface_hub."
     feature = f"There is no folder {name}. Downloading a model from the hub"
     require_package("huggingface_hub", feature, "trainshort[hf]")
     from huggingface_hub import snapshot_download
@@ -385,15 +404,22 @@ def _write_checkpoint(run_folder: Path, config: RunConfig, weight_map: WeightMap
     folder = run_folder / "checkpoints" / checkpoint_files.checkpoint_name(0)
     (folder / "model").mkdir(parents=True)
     save_config(config, folder / "config.json")
+    # The model was not trained here, so all counters of the training are zero.
     state = TrainState(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
     write_atomic(folder / STATE_FILE, state.model_dump_json(indent=2) + "\n")
     safetensors_io.write(folder / "model" / UNSHARDED_FILE, weight_map.shapes, weight_map.tensor)
+    # The manifest lists the checksum of each file, so that a damaged checkpoint is recognized.
     digests = {name: checkpoint_files.compute_digest(folder / name) for name in checkpoint_files.list_files(folder)}
     checkpoint_files.write_manifest(folder, digests)
 
 
 def _import_record(source: ImportSource) -> dict[str, Any]:
-    """Return the entries of `import.json` that describe the source of a model and what the import changed."""
+    """Return the entries of `import.json` that describe the source of a model and the changes of the import.
+
+    Returns:
+        A dictionary that can be written as JSON: the name of the format, the SHA-256 of each source file, the names of
+        the unused tensors, notes for users, and the name of the tokenizer.
+    """
     return {
         "format": source.format_name,
         "files": {path.name: sha256(path) for path in source.source_files},
@@ -420,7 +446,10 @@ def _check_parity(source: ImportSource, run_folder: Path) -> dict[str, Any] | st
         return f"not measured: {reason}"
 
     model = source.weight_map.model
-    num_tokens = min(model.training_length or PARITY_TOKENS, PARITY_TOKENS)
+    num_tokens = PARITY_TOKENS
+    if model.training_length:
+        num_tokens = min(model.training_length, PARITY_TOKENS)
+    # The input is 0, 1, 2 and so on. It starts again at 0 if the vocabulary is small.
     tokens = torch.arange(num_tokens)[None] % model.config.vocab_size
     try:
         hugging_face_model = load_causal(source.source_files[0].parent, torch.float32).eval()
@@ -429,7 +458,8 @@ def _check_parity(source: ImportSource, run_folder: Path) -> dict[str, Any] | st
         return f"not measured: transformers cannot run the model ({type(error).__name__})"
 
     logits = load_model(run_folder)(tokens)
-    difference = float((logits - expected_logits).abs().max() / expected_logits.std())
+    largest_difference = (logits - expected_logits).abs().max()
+    difference = float(largest_difference / expected_logits.std())
     version = metadata.version("transformers")
     return {"engine": f"transformers {version}", "tokens": num_tokens, "off": difference}
 
@@ -440,6 +470,7 @@ def _parity_unsupported_reason(source: ImportSource) -> str | None:
         return "the model was trained with trainshort"
     if source.format_name not in TRANSFORMERS_FORMATS:
         return f"transformers has no class for {source.format_name}"
+    # If transformers ignores settings of the model, the logits are expected to differ.
     for note in source.weight_map.model.notes:
         if note.startswith(IGNORED_SETTINGS_NOTE):
             return note

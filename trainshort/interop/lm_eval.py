@@ -114,17 +114,28 @@ def evaluate_tasks(target: Target, request: HarnessRequest) -> dict[str, Any]:
 
 def _make_task_manager(request: HarnessRequest) -> Any:
     """Return a `TaskManager` of the harness that knows the tasks of a request."""
-    task_manager_class = import_optional("lm_eval.tasks", "Running lm-evaluation-harness tasks", INSTALL).TaskManager
-    include_path = None if request.include_path is None else str(request.include_path)
+    tasks_module = import_optional("lm_eval.tasks", "Running lm-evaluation-harness tasks", INSTALL)
+    task_manager_class = tasks_module.TaskManager
+    include_path = None
+    if request.include_path is not None:
+        include_path = str(request.include_path)
+
     # Reading the harness's own task definitions takes half a minute. Try the user's folder alone first.
     task_manager = task_manager_class(include_path=include_path, include_defaults=False)
-    if all(task in task_manager.all_tasks for task in request.tasks):
+    knows_all_tasks = all(task in task_manager.all_tasks for task in request.tasks)
+    if knows_all_tasks:
         return task_manager
     return task_manager_class(include_path=include_path)
 
 
 def save(result: dict[str, Any], target: Target) -> Path:
-    """Write a result to the folder `harness` of the run. Return the path of the file."""
+    """Write a result to the folder `harness` of the run. Return the path of the file.
+
+    Args:
+        result: The result that `evaluate_tasks` returned.
+        target: The model that was evaluated.
+    """
+    # The file is named after the tasks, without characters that are not allowed in file names.
     task_names = "-".join(result["asked"]["tasks"])
     file_name = task_names[:MAX_FILE_NAME_LENGTH].replace("/", "-").replace("*", "all")
     path = make_folder(target.folder / "harness") / f"{file_name}.json"
@@ -145,7 +156,9 @@ def load_harness_model(target: Target, request: HarnessRequest) -> Any:
     length = request.length or target.trained_at
     if length is None:
         raise InputError(f"{target.name} does not state its training length. Give --length.")
+
     if isinstance(target, RunTarget):
+        # This import needs transformers, which is an optional package.
         from trainshort.hf import TrainshortForCausalLM
 
         model: Any = TrainshortForCausalLM.from_trainshort(target.model, target.trained_at)
@@ -158,6 +171,7 @@ def load_harness_model(target: Target, request: HarnessRequest) -> Any:
         # MPT builds its bias table for `max_seq_len` tokens.
         if hasattr(model.config, "max_seq_len"):
             model.config.max_seq_len = max(model.config.max_seq_len, length)
+
     harness_model_class: Any = importlib.import_module("lm_eval.models.huggingface").HFLM
     return harness_model_class(
         pretrained=model,
@@ -165,7 +179,7 @@ def load_harness_model(target: Target, request: HarnessRequest) -> Any:
         tokenizer=tokenizer,
         max_length=length,
         batch_size=request.batch_size,
-        prefix_token_id=target.bos,
+        prefix_token_id=target.bos,  # The token before the first token of each text.
     )
 
 
@@ -188,5 +202,6 @@ def _to_transformers_tokenizer(tokenizer: Tokenizer, length: int) -> Any:
         settings["bos_token"] = zero_byte
         settings["eos_token"] = zero_byte
     settings["pad_token"] = settings.get("eos_token")
-    del settings["tokenizer_class"]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.to_json()), **settings)
+    del settings["tokenizer_class"]  # The class is called directly below.
+    fast_tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    return PreTrainedTokenizerFast(tokenizer_object=fast_tokenizer, **settings)

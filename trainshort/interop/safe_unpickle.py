@@ -20,6 +20,9 @@ from trainshort.utils.io import open_file
 
 PICKLE_HINT = "Give the original checkpoint file."
 
+# The largest number of characters of PyTorch's error message that are shown to the user.
+MAX_CAUSE_LENGTH = 160
+
 STUB_CLASS_NAMES = re.compile(
     r"argparse\.Namespace|numpy\.dtype|numpy\.(_core|core)\.multiarray\.scalar|(omegaconf|fairseq)\.[\w.]+"
 )
@@ -80,8 +83,9 @@ def _load_with_stubs(path: Path) -> Any:
     for class_name in class_names:
         if STUB_CLASS_NAMES.fullmatch(class_name):
             short_name = class_name.rpartition(".")[2]
-            stub_class = type(short_name, (UnpickleStub,), {})
+            stub_class = type(short_name, (UnpickleStub,), {})  # a new subclass of UnpickleStub
             stubs.append((stub_class, class_name))
+    # Inside this context, the loader accepts the class names and creates the stubs instead.
     with torch.serialization.safe_globals(stubs):
         # Only zip files can be memory-mapped.
         return torch.load(path, weights_only=True, map_location="cpu", mmap=is_zip or None)
@@ -96,7 +100,9 @@ def _read_error(path: Path, error: Exception) -> InputError:
             f"Unsafe checkpoint: {path} names {forbidden_class[1]}, and no fairseq checkpoint does. "
             "Nothing was executed."
         )
-    cause = re.sub(r"\s+", " ", str(error)).strip()[:160] or type(error).__name__
+    # Messages of the loader can be long and have several lines.
+    one_line_message = re.sub(r"\s+", " ", str(error)).strip()
+    cause = one_line_message[:MAX_CAUSE_LENGTH] or type(error).__name__
     return InputError(f"{path} is not a PyTorch checkpoint ({cause}). {PICKLE_HINT}")
 
 
@@ -115,6 +121,7 @@ def _class_names_in_legacy_file(path: Path) -> list[str]:
     class_names = set()
     with open_file(path, hint=PICKLE_HINT) as file:
         for _ in range(NUM_LEGACY_PICKLES):
+            # `genops` lists the instructions of one pickle without running them.
             for opcode, argument, _ in pickletools.genops(file):
                 if opcode.name == "GLOBAL":
                     # The argument is the module and the class, separated by a space.

@@ -19,6 +19,8 @@ from trainshort.utils.io import atomic_replace, open_file, read_json_object
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 COPY_AGAIN_HINT = "Copy the model folder again, with all its files."
+
+# The names of the supported dtypes in safetensors files.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # The numbers of the first tensor start at a multiple of this number of bytes.
@@ -84,6 +86,7 @@ def find_weight_files(folder: Path) -> list[Path]:
             raise _no_weights_error(folder)
         return [single_path]
 
+    # The index lists the file name of each tensor.
     weight_map = read_json_object(index_path, hint=COPY_AGAIN_HINT).get("weight_map")
     is_valid = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
     if not is_valid or not weight_map:
@@ -92,7 +95,7 @@ def find_weight_files(folder: Path) -> list[Path]:
         )
     file_names = sorted(set(weight_map.values()))
     for file_name in file_names:
-        is_in_folder = Path(file_name).name == file_name
+        is_in_folder = Path(file_name).name == file_name  # False if the name contains a folder.
         if not is_in_folder or not file_name.endswith(".safetensors"):
             raise InputError(
                 f"{index_path} lists the file {file_name!r}. Only safetensors files in the same folder are read."
@@ -142,24 +145,36 @@ def write(
         file.write(len(header_bytes).to_bytes(8, "little"))
         file.write(header_bytes)
         for name, shape in shapes.items():
-            tensor = make_tensor(name).to(DTYPES[dtype]).contiguous()
+            tensor = make_tensor(name)
+            tensor = tensor.to(DTYPES[dtype]).contiguous()
             assert tensor.shape == shape, name
             # A tensor without dimensions cannot be viewed as bytes.
-            vector = tensor.reshape(1) if tensor.dim() == 0 else tensor
-            file.write(vector.view(torch.uint8).numpy().data)
+            if tensor.dim() == 0:
+                tensor = tensor.reshape(1)
+            tensor_bytes = tensor.view(torch.uint8).numpy()
+            file.write(tensor_bytes.data)
 
 
 def _make_header(shapes: Mapping[str, tuple[int, ...]], dtype: str, metadata: dict[str, str] | None) -> bytes:
-    """Return the JSON header of a safetensors file, which lists the dtype, the shape and the place of each tensor."""
+    """Return the JSON header of a safetensors file.
+
+    The header lists the dtype, the shape, and the first and last byte of each tensor.
+
+    Args:
+        shapes: The name and the shape of each tensor, in the order of the file.
+        dtype: The dtype of all tensors, a key of `DTYPES`.
+        metadata: Texts that are stored in the header, or None.
+    """
     header: dict[str, Any] = {}
     if metadata is not None:
         header["__metadata__"] = metadata
     start = 0
     for name, shape in shapes.items():
-        end = start + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        num_bytes = torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        end = start + num_bytes
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
         start = end
     header_bytes = json.dumps(header, separators=(",", ":")).encode()
     # The format allows spaces at the end of the header.
-    padding = -len(header_bytes) % HEADER_ALIGNMENT
-    return header_bytes + b" " * padding
+    num_spaces = -len(header_bytes) % HEADER_ALIGNMENT
+    return header_bytes + b" " * num_spaces

@@ -362,7 +362,7 @@ def test_evaluation_of_other_weights_is_not_in_the_model_card(tmp_path):
     text_path = tmp_path / "book.txt"
     text_path.write_text(TEXT * 60)
     assert run_command(["evaluate", str(run), "--data", str(text_path), "--lengths", "1x", "2x"]) == 0
-    (other_run / significance.SUMMARY_FILE).write_bytes((run / significance.CARD).read_bytes())
+    (other_run / significance.SUMMARY_FILE).write_bytes((run / significance.SUMMARY_FILE).read_bytes())
     export(other_run, "hf-mpt", tmp_path / "out")
     assert "Longer inputs were not evaluated." in (tmp_path / "out" / "README.md").read_text()
 

@@ -74,10 +74,10 @@ def make_bloom():
     return enlarge_weights(transformers.BloomForCausalLM(config))
 
 
-def make_falcon(*, multi_query=False, bias=True):
+def make_falcon(*, multi_query=False, bias=True, heads=HEADS):
     config = transformers.FalconConfig(
         hidden_size=WIDTH,
-        num_attention_heads=HEADS,
+        num_attention_heads=heads,
         num_hidden_layers=LAYERS,
         vocab_size=WORDS,
         alibi=True,
@@ -177,6 +177,20 @@ def test_rounding_of_falcon_is_not_imported(tmp_path):
     model = import_and_load(tmp_path / "falcon", tmp_path / "run")
     tokens = torch.randint(WORDS, (1, 600))
     assert max_difference(model, source_model(tokens).logits, tokens) > 0.01
+
+
+@pytest.mark.parametrize(("heads", "rounds_slopes"), [(2, False), (8, False), (16, True)])
+def test_note_about_falcon_states_from_which_length_rounding_matters(heads, rounds_slopes, tmp_path):
+    torch.manual_seed(0)
+    source_model = make_falcon(heads=heads)
+    source_model.save_pretrained(tmp_path / "falcon")
+    model = import_and_load(tmp_path / "falcon", tmp_path / "run")
+    (note,) = json.loads((tmp_path / "run" / "import.json").read_text())["notes"]
+    assert ("rounds the ALiBi slopes" in note) == rounds_slopes
+    assert ("more than about 260 tokens" in note) != rounds_slopes
+    tokens = torch.randint(WORDS, (1, 200))
+    has_difference = max_difference(model, source_model(tokens).logits, tokens) > 1e-3
+    assert has_difference == rounds_slopes
 
 
 def test_several_weight_files_in_half_precision(tmp_path):

@@ -18,7 +18,7 @@ from torch import nn
 from trainshort.errors import InputError
 from trainshort.evaluate.hf_target import check_settings
 from trainshort.interop.doctor.probes import PROBES, Finding
-from trainshort.interop.doctor.tiny_model import TinyModel
+from trainshort.interop.doctor.tiny_model import TinyModelBuilder
 from trainshort.interop.import_model import download_snapshot, read_model_type
 from trainshort.interop.patch import get_patch_report
 from trainshort.interop.patch.families import FAMILIES, original_class
@@ -94,45 +94,56 @@ def doctor(model: nn.Module | str | Path) -> Diagnosis:
     require_package("transformers", "Examining Hugging Face models", "trainshort[hf]")
     with _quiet_transformers():
         if isinstance(model, nn.Module):
-            case = _describe_loaded_model(model)
+            builder = _make_builder_of_loaded_model(model)
         else:
-            case = _describe_stored_model(str(model))
-        findings = _run_probes(case)
-    dtype_name = str(case.dtype).removeprefix("torch.")
+            builder = _make_builder_of_saved_model(str(model))
+        findings = _run_probes(builder)
+    dtype_name = str(builder.dtype).removeprefix("torch.")
     version = metadata.version("transformers")
-    return Diagnosis(case.model_class.__name__, dtype_name, version, findings, _make_notes(case))
+    return Diagnosis(builder.model_class.__name__, dtype_name, version, findings, _make_notes(builder))
 
 
-def _run_probes(case: TinyModel) -> tuple[Finding, ...]:
-    """Run all checks on a model and return their findings."""
+def _run_probes(builder: TinyModelBuilder) -> tuple[Finding, ...]:
+    """Run all checks on small copies of a model and return the findings.
+
+    Raises:
+        InputError: If a copy cannot be built or run.
+    """
     findings: list[Finding] = []
     try:
         for probe in PROBES:
-            findings.extend(probe(case))
+            findings.extend(probe(builder))
     except InputError:
-        raise
+        raise  # InputError is a subclass of ValueError. Its message is already complete.
     except EXAMINATION_ERRORS as error:
         reason = f"{type(error).__name__}: {first_sentence_of(error)}"
-        raise InputError(f"Cannot run a small copy of this {case.model_class.__name__} ({reason}).") from error
+        raise InputError(f"Cannot run a small copy of this {builder.model_class.__name__} ({reason}).") from error
     return tuple(findings)
 
 
-def _make_notes(case: TinyModel) -> tuple[str, ...]:
-    """Return remarks about a model that do not report a bug."""
+def _make_notes(builder: TinyModelBuilder) -> tuple[str, ...]:
+    """Return remarks about a model that do not report a bug. Each remark is a clause without a period."""
     notes = []
-    if case.patch_report is not None:
+    if builder.patch_report is not None:
         notes.append("the model is patched")
-    if case.model_type == "falcon" and case.config.alibi:
+    if builder.model_type == "falcon" and builder.config.alibi:
         notes.append("Falcon divides the ALiBi slopes by the square root of the head width, in training as well")
-    elif case.model_type in FAMILIES and not case.has_known_alibi:
+    elif builder.model_type in FAMILIES and not builder.has_known_alibi:
         notes.append("the checks of ALiBi were skipped, because the config disables ALiBi")
-    elif case.model_type not in FAMILIES and case.model_type != "trainshort":
+    elif builder.model_type not in FAMILIES and builder.model_type != "trainshort":
         notes.append("the checks of ALiBi were skipped, because this class of transformers has no ALiBi")
     return tuple(notes)
 
 
-def _describe_loaded_model(model: nn.Module) -> TinyModel:
-    """Describe a model in memory. The model may be inside a wrapper such as a peft model."""
+def _make_builder_of_loaded_model(model: nn.Module) -> TinyModelBuilder:
+    """Return a builder of small copies of a model in memory.
+
+    Args:
+        model: The model of transformers, or a wrapper of it such as a peft model.
+
+    Raises:
+        InputError: If there is no model of transformers, or if the model is not a causal language model.
+    """
     from transformers import PreTrainedModel
 
     pretrained_model = None
@@ -145,13 +156,14 @@ def _describe_loaded_model(model: nn.Module) -> TinyModel:
     model_class = original_class(pretrained_model)
     if not pretrained_model.can_generate():
         raise InputError(f"{model_class.__name__} is not a causal language model. Pass the model with its head.")
-    slope_buffers = {
-        name: buffer.detach().cpu() for name, buffer in pretrained_model.named_buffers() if name.endswith("slopes")
-    }
-    return TinyModel(
-        pretrained_model.config.model_type,
-        model_class,
-        pretrained_model.config,
+    slope_buffers = {}
+    for name, buffer in pretrained_model.named_buffers():
+        if name.endswith("slopes"):
+            slope_buffers[name] = buffer.detach().cpu()
+    return TinyModelBuilder(
+        model_type=pretrained_model.config.model_type,
+        model_class=model_class,
+        config=pretrained_model.config,
         dtype=pretrained_model.dtype,
         implementation=pretrained_model.config._attn_implementation,
         patch_report=get_patch_report(pretrained_model),
@@ -159,8 +171,15 @@ def _describe_loaded_model(model: nn.Module) -> TinyModel:
     )
 
 
-def _describe_stored_model(name: str) -> TinyModel:
-    """Describe a model in a folder or on the hub by its config and the names of its tensors."""
+def _make_builder_of_saved_model(name: str) -> TinyModelBuilder:
+    """Return a builder of small copies of a saved model. Only its config and the names of its tensors are read.
+
+    Args:
+        name: The folder of the model, or its name on the Hugging Face hub.
+
+    Raises:
+        InputError: If transformers has no causal language model for the config, or if the config is invalid.
+    """
     from transformers import AutoModelForCausalLM
 
     path = Path(name).expanduser()
@@ -184,7 +203,7 @@ def _describe_stored_model(name: str) -> TinyModel:
     weight_names: frozenset[str] = frozenset()
     if any(folder.glob("*.safetensors")):
         weight_names = frozenset(StoredWeights(folder))
-    return TinyModel(
+    return TinyModelBuilder(
         model_type=str(model_type),
         model_class=model_classes[type(config)],
         config=config,
@@ -195,6 +214,11 @@ def _describe_stored_model(name: str) -> TinyModel:
 
 def _load_config(name: str, folder: Path, model_type: str) -> Any:
     """Load the config of a model with transformers, without executing code from the folder.
+
+    Args:
+        name: The folder or the hub name as the user gave it, for the error message.
+        folder: The folder of the model.
+        model_type: The `model_type` in its `config.json`.
 
     Raises:
         InputError: If transformers does not support the model type or the config is invalid.
@@ -216,22 +240,28 @@ def _load_config(name: str, folder: Path, model_type: str) -> Any:
 
 
 def _check_sizes(path: Path, config: Any) -> None:
-    """Raise `InputError` if a size in a config is invalid. A small copy would hide such an error."""
-    layers = getattr(config, "num_hidden_layers", None)
-    heads = getattr(config, "num_attention_heads", None)
-    width = getattr(config, "hidden_size", None)
+    """Raise `InputError` if a size in a config is invalid. A small copy would hide such an error.
+
+    Args:
+        path: The config file, for the error message.
+        config: The loaded config.
+    """
     hint = "Fix the file or save the model again."
-    for name, size in (("num_hidden_layers", layers), ("num_attention_heads", heads), ("hidden_size", width)):
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        size = getattr(config, name, None)
         if isinstance(size, int) and size < 1:
             raise InputError(f"Invalid config {path}: {name} must be positive, got {size}. {hint}")
-    has_own_head_dim = getattr(config, "head_dim", None) is not None
-    if heads and width and not has_own_head_dim and width % heads:
+
+    heads = getattr(config, "num_attention_heads", None)
+    width = getattr(config, "hidden_size", None)
+    has_head_dim = getattr(config, "head_dim", None) is not None
+    if heads and width and not has_head_dim and width % heads != 0:
         raise InputError(f"Invalid config {path}: {heads} heads do not divide the width {width}. {hint}")
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Disable the warnings and progress bars of transformers while the copies are built."""
+    """Context manager: disable the warnings and progress bars of transformers. At the end, restore the settings."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -31,15 +31,16 @@ MAX_LENGTH_SETTINGS = ("max_seq_len", "max_position_embeddings", "n_positions")
 
 
 @dataclass(frozen=True)
-class TinyModel:
-    """A Hugging Face model to examine, and methods that build small copies of it.
+class TinyModelBuilder:
+    """Builds small copies of the Hugging Face model that `doctor` examines.
 
     Attributes:
         model_type: The `model_type` of the Hugging Face config.
         model_class: The class of the model, such as `MptForCausalLM`.
         config: The config of the full-size model.
         dtype: The data type of the weights.
-        implementation: The attention implementation with which the model was loaded. None means the default.
+        implementation: The attention implementation with which the model was loaded, such as "sdpa". None means the
+            default.
         patch_report: The report of `patch`, if the model is patched.
         weight_names: The names of the tensors in the weight files. Empty if the model was passed as a loaded module.
         slope_buffers: The buffers of a loaded model that hold ALiBi slopes, by name.
@@ -64,7 +65,7 @@ class TinyModel:
 
     @property
     def load_options(self) -> dict[str, str]:
-        """The keyword arguments for the function that creates the model."""
+        """The keyword arguments for the function of transformers that creates or loads a model."""
         if self.implementation is None:
             return {}
         return {"attn_implementation": self.implementation}
@@ -74,8 +75,8 @@ class TinyModel:
         """Whether the model uses ALiBi and belongs to a family that `patch` supports."""
         return self.model_type in FAMILIES and FAMILIES[self.model_type].has_alibi(self.config)
 
-    def without_patch(self) -> "TinyModel":
-        """Return the same model as if it were not patched."""
+    def without_patch(self) -> "TinyModelBuilder":
+        """Return a builder of copies that are not patched, even if the original model is patched."""
         return replace(self, patch_report=None)
 
     def build(self, *, max_length: int = MAX_LENGTH, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
@@ -93,10 +94,11 @@ class TinyModel:
         config = make_small_config(self.config, max_length)
         for name, value in settings.items():
             nested_name, _, setting = name.rpartition(".")
-            target = getattr(config, nested_name) if nested_name else config
-            setattr(target, setting, value)
+            changed_config = getattr(config, nested_name) if nested_name else config
+            setattr(changed_config, setting, value)
 
         with fixed_seed():
+            # `getattr` with a fixed name, because the type checker does not know this method.
             create_from_config: Any = getattr(self.model_class, "_from_config")  # noqa: B009
             model = create_from_config(config, **self.load_options).eval()
             for weight in model.parameters():
@@ -110,21 +112,33 @@ class TinyModel:
 
     @cached_property
     def reference(self) -> Any:
-        """A patched copy in float64, which computes ALiBi correctly. Use it only if `has_known_alibi` is True."""
+        """A small copy that `patch` changed, in float64. The copy computes ALiBi correctly.
+
+        Only models with `has_known_alibi` have a reference.
+        """
         model = self.without_patch().build(dtype=torch.float64)
         apply_patch(model, tolerance=0)
         return model
 
     @contextmanager
     def reference_with_slopes(self, slopes: Float[Tensor, " heads"]) -> Iterator[Any]:
-        """Change the slopes of the reference while the context is active."""
-        body = next(module for module in self.reference.modules() if SETTINGS in vars(module))
-        original_settings = vars(body)[SETTINGS]
-        vars(body)[SETTINGS] = replace(original_settings, slopes=slopes)
+        """Context manager: change the ALiBi slopes of the reference model. At the end, restore its slopes.
+
+        Args:
+            slopes: One slope for each attention head.
+
+        Yields:
+            The reference model with these slopes.
+        """
+        # `patch` stores its settings, with the slopes, as an attribute of the model without its head.
+        patched_bodies = [module for module in self.reference.modules() if SETTINGS in vars(module)]
+        body_attributes = vars(patched_bodies[0])
+        original_settings = body_attributes[SETTINGS]
+        body_attributes[SETTINGS] = replace(original_settings, slopes=slopes)
         try:
             yield self.reference
         finally:
-            vars(body)[SETTINGS] = original_settings
+            body_attributes[SETTINGS] = original_settings
 
 
 def make_small_config(config: Any, max_length: int) -> Any:
@@ -146,25 +160,28 @@ def make_small_config(config: Any, max_length: int) -> Any:
     if heads > MAX_HEADS:
         raise InputError(f"Cannot examine a model with {heads:,} attention heads. At most {MAX_HEADS} are supported.")
 
-    head_dim = 16 if heads <= 32 else 8
+    head_dim = 16 if heads <= 32 else 8  # Narrower heads keep a copy with many heads small.
     width = heads * head_dim
-    small_sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB_SIZE}
+    small_settings: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB_SIZE}
+    # These settings are changed only if the config has a number for them.
     optional_sizes = {"intermediate_size": 2 * width, "ffn_hidden_size": 4 * width, "head_dim": head_dim}
-    optional_sizes |= dict.fromkeys(MAX_LENGTH_SETTINGS, max_length)
+    for name in MAX_LENGTH_SETTINGS:
+        optional_sizes[name] = max_length
     for name, size in optional_sizes.items():
         if isinstance(getattr(config, name, None), int):
-            small_sizes[name] = size
+            small_settings[name] = size
 
-    # Special tokens can be outside the small vocabulary.
-    small_sizes |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "quantization_config"))
+    # Special tokens can be outside the small vocabulary. A small copy is not quantized.
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "quantization_config"):
+        small_settings[name] = None
     layer_types = getattr(config, "layer_types", None)
     if isinstance(layer_types, list):
-        small_sizes["layer_types"] = layer_types[:NUM_LAYERS]
+        small_settings["layer_types"] = layer_types[:NUM_LAYERS]
 
     small_config = copy.deepcopy(config)
-    for name, size in small_sizes.items():
+    for name, value in small_settings.items():
         try:
-            setattr(small_config, name, size)
+            setattr(small_config, name, value)
         except AttributeError:  # A property without a setter. It is computed from other settings.
             continue
     return small_config
@@ -175,12 +192,12 @@ def _make_small_trainshort_config(config: Any) -> Any:
     from trainshort.config.run_config import ModelConfig
 
     model_config = ModelConfig.parse(config.model)
-    width = model_config.heads * 16
+    width = model_config.heads * 16  # 16 dimensions for each head
     small_model_config = model_config.replace(
         layers=NUM_LAYERS,
         width=width,
         vocab_size=VOCAB_SIZE,
-        adaptive=None,
+        adaptive=None,  # Adaptive embeddings need a large vocabulary.
         feedforward_width=4 * width,
     )
     return type(config).from_model_config(small_model_config)
@@ -188,13 +205,13 @@ def _make_small_trainshort_config(config: Any) -> Any:
 
 @contextmanager
 def fixed_seed() -> Iterator[None]:
-    """Seed the random number generator. At the end, restore its state."""
+    """Context manager: seed PyTorch's random number generator. At the end, restore its previous state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
 
 
 def random_tokens(length: int) -> Int[Tensor, "1 length"]:
-    """Return random token ids. They are always the same for the same length."""
+    """Return random token ids for a small copy. The same length always gives the same token ids."""
     generator = torch.Generator().manual_seed(length)
     return torch.randint(1, VOCAB_SIZE, (1, length), generator=generator)

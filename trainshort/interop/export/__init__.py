@@ -31,6 +31,9 @@ def open_run(path: Path, dtype: str = "f32") -> ExportSource:
         path: The run folder, whose best checkpoint is loaded, or one of its checkpoints.
         dtype: The dtype of the exported weights.
 
+    Returns:
+        The model with its tokenizer, and the stored evaluation of longer inputs if there is one.
+
     Raises:
         InputError: If there is no valid checkpoint, or if the model is an encoder.
     """
@@ -40,11 +43,14 @@ def open_run(path: Path, dtype: str = "f32") -> ExportSource:
     model = load_model(checkpoint)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
+    # The extrapolation card states the perplexity at each evaluated input length.
     run_folder = checkpoint.parent.parent
     extrapolation_card = significance.load_summary(run_folder)
-    # The card may describe the weights of another checkpoint.
-    if extrapolation_card is not None and extrapolation_card["target"]["weights"] != hash_tensors(weights):
-        extrapolation_card = None
+    if extrapolation_card is not None:
+        # The card may describe the weights of another checkpoint.
+        hash_of_evaluated_weights = extrapolation_card["target"]["weights"]
+        if hash_of_evaluated_weights != hash_tensors(weights):
+            extrapolation_card = None
     return ExportSource(
         path=path,
         model=ExportModel(model.config, weights),
@@ -56,9 +62,14 @@ def open_run(path: Path, dtype: str = "f32") -> ExportSource:
 
 
 def run_tokenizer(path: Path) -> Tokenizer | None:
-    """Load the tokenizer of a run or checkpoint. Return None for an imported model without a tokenizer."""
+    """Load the tokenizer of a run. Return None for an imported model without a tokenizer.
+
+    Args:
+        path: The run folder or one of its checkpoints.
+    """
     is_checkpoint = path.parent.name == "checkpoints"
     run_folder = path.parent.parent if is_checkpoint else path
+    # A training run without a tokenizer file has a built-in tokenizer. An imported model may have no tokenizer at all.
     was_trained_here = (run_folder / run_data.RUN_DATA_FILE).exists()
     if was_trained_here or (run_folder / TOKENIZER_FILE).exists():
         return run_data.run_tokenizer(run_folder)
@@ -90,6 +101,7 @@ def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[st
     if tokenizer_problem is not None:
         raise InputError(f"Export to {to} does not support {tokenizer_problem}")
 
+    # Transforms change the weights, so that the target supports the model. The logits stay the same.
     run = replace(run, model=target.transform(run.model))
     record = {
         "to": to,
@@ -162,8 +174,8 @@ def _describe_limit(limit: dict[str, Any], statement: str) -> str:
     """Return a sentence that says up to which input length a statement is true.
 
     Args:
-        limit: `length` is the largest input length for which the statement is true. `open` is true if this length is
-            also the largest length that was evaluated.
+        limit: A dictionary with two entries. `length` is the largest input length for which the statement is true.
+            `open` is True if this length is also the largest length that was evaluated.
         statement: The statement without a period.
     """
     sentence = f"{statement} up to {limit['length']:,} tokens"
@@ -173,11 +185,19 @@ def _describe_limit(limit: dict[str, Any], statement: str) -> str:
 
 
 def _make_perplexity_table(card: dict[str, Any]) -> str:
-    """Return a Markdown table of the perplexity at each input length."""
+    """Return a Markdown table of the perplexity at each input length.
+
+    Args:
+        card: The extrapolation card of the run. `base` is the evaluation at the training length. `lengths` has one
+            entry for each evaluated length.
+    """
     training_length = card["base"]["length"]
     rows = ["| input length in tokens | perplexity | |", "|--:|--:|---|"]
     for entry in card["lengths"]:
-        value = f"{entry['perplexity']:.2f}" if entry["status"] == "scored" else entry["status"]
-        remark = "training length" if entry["length"] == training_length else ""
-        rows.append(f"| {entry['length']:,} | {value} | {remark} |")
+        length = entry["length"]
+        # If the length could not be evaluated, the status says why.
+        is_scored = entry["status"] == "scored"
+        value = f"{entry['perplexity']:.2f}" if is_scored else entry["status"]
+        remark = "training length" if length == training_length else ""
+        rows.append(f"| {length:,} | {value} | {remark} |")
     return "\n".join(rows)

@@ -19,7 +19,7 @@ MAX_LENGTH_MULTIPLE = 16
 
 EXPORT_AGAIN_HINT = "Export the run again."
 
-# The largest number of values that `last_log_probabilities` returns.
+# The largest number of values that `last_log_probabilities` returns. They need 64 MB in float32.
 MAX_LOG_PROBABILITIES = 1 << 24
 
 
@@ -68,7 +68,9 @@ class Runtime(ABC):
     def __init__(self, folder: Path, max_length: int) -> None: ...
 
     @abstractmethod
-    def log_probabilities(self, tokens: list[int]) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions V"]]:
+    def log_probabilities(
+        self, tokens: list[int]
+    ) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions vocab"]]:
         """Return the log-probabilities of the next token at some or all positions of an input.
 
         A program that is slow may return some positions only.
@@ -82,7 +84,15 @@ class Runtime(ABC):
 
     @abstractmethod
     def generate_greedy(self, tokens: list[int], count: int) -> list[int]:
-        """Return `count` tokens that the program generates after `tokens` without sampling."""
+        """Generate text without sampling: each token is the most likely token.
+
+        Args:
+            tokens: The prompt.
+            count: The number of tokens to generate.
+
+        Returns:
+            The generated tokens, without the prompt.
+        """
 
     def encode(self, text: str) -> list[int] | None:
         """Return the tokens of a text, or None if the program has no tokenizer."""
@@ -145,8 +155,8 @@ def identity(model: ExportModel) -> ExportModel:
 
 
 def last_log_probabilities(
-    logits: Float[Tensor, "length V"],
-) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions V"]]:
+    logits: Float[Tensor, "length vocab"],
+) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions vocab"]]:
     """Return the log-probabilities at all positions of an input, or at the last positions of a long input.
 
     The log-probabilities of a long input with a large vocabulary would need too much memory.
@@ -158,7 +168,7 @@ def last_log_probabilities(
         The positions, and the log-probabilities at these positions.
     """
     length, vocab_size = logits.shape
-    num_positions = max(1, MAX_LOG_PROBABILITIES // vocab_size)
-    first_position = max(0, length - num_positions)
+    max_positions = max(1, MAX_LOG_PROBABILITIES // vocab_size)
+    first_position = max(0, length - max_positions)
     positions = torch.arange(first_position, length)
     return positions, logits[first_position:].float().log_softmax(-1)

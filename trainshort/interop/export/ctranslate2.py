@@ -57,6 +57,7 @@ def write(folder: Path, run: ExportSource) -> None:
     _fill_decoder(spec.decoder, run)
 
     tokens = list_tokens(run.tokenizer, config.vocab_size)
+    # If the tokenizer has no end token, the first token takes its place.
     end_token_id = 0
     if run.tokenizer is not None and run.tokenizer.end is not None:
         end_token_id = run.tokenizer.end
@@ -98,7 +99,7 @@ def _fill_decoder(decoder: Any, run: ExportSource) -> None:
     weights = run.model.weights
     embedding = weights["vocabulary.embedding.weight"]
     output = weights.get("vocabulary.output.weight", embedding)
-    decoder.scale_embeddings = False
+    decoder.scale_embeddings = False  # `fold_scales` has already multiplied the embeddings by their scale.
     decoder.embeddings.weight = _to_numpy(embedding)
     decoder.projection.weight = _to_numpy(output)
     if "final_norm.weight" in weights:
@@ -128,9 +129,12 @@ def list_tokens(tokenizer: Tokenizer | None, vocab_size: int) -> list[str]:
     tokens = [f"<token{token_id}>" for token_id in range(vocab_size)]
     if tokenizer is None:
         return tokens
-    layout = json.loads(tokenizer.to_json())
+    layout = json.loads(tokenizer.to_json())  # the content of a tokenizer.json
     vocabulary = layout["model"].get("vocab")
-    token_ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    token_ids = {}
+    if isinstance(vocabulary, dict):
+        token_ids.update(vocabulary)
+    # Special tokens are listed separately.
     for added_token in layout.get("added_tokens") or ():
         token_ids[added_token["content"]] = added_token["id"]
     for token, token_id in token_ids.items():
@@ -139,6 +143,7 @@ def list_tokens(tokenizer: Tokenizer | None, vocab_size: int) -> list[str]:
 
 
 def _to_numpy(weight: Tensor) -> np.ndarray:
+    """Return the values of a tensor as a float32 array."""
     return weight.detach().float().contiguous().numpy()
 
 
@@ -169,15 +174,22 @@ class CTranslate2(Runtime):
         self.tokens = read_json(folder / "vocabulary.json", hint=EXPORT_AGAIN_HINT)
         # Extend the ALiBi table step by step, so that it covers inputs of `max_length` tokens.
         for length in range(1, max_length + 1, ALIBI_TABLE_GROWTH - 1):
-            self.generator.forward_batch([[0] * length])
+            tokens = [0] * length
+            self.generator.forward_batch([tokens])
 
-    def log_probabilities(self, tokens: list[int]) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions V"]]:
-        output = self.generator.forward_batch([tokens])
-        logits = torch.from_numpy(np.array(output))[0]
+    def log_probabilities(
+        self, tokens: list[int]
+    ) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions vocab"]]:
+        """Return the log-probabilities of the next token at the last positions of an input."""
+        batch_logits = self.generator.forward_batch([tokens])
+        logits = torch.from_numpy(np.array(batch_logits))[0]
         return last_log_probabilities(logits)
 
     def generate_greedy(self, tokens: list[int], count: int) -> list[int]:
+        """Return the `count` tokens that the program generates after a prompt without sampling."""
+        # CTranslate2 reads the texts of the tokens, and not their ids.
         prompt = [self.tokens[token] for token in tokens]
+        # With `sampling_topk=1`, each generated token is the most likely token.
         results = self.generator.generate_batch(
             [prompt], max_length=count, min_length=count, sampling_topk=1, include_prompt_in_result=False
         )

@@ -90,7 +90,7 @@ def transform(model: ExportModel) -> ExportModel:
     llama.cpp's `bloom` has a norm after the embeddings, but neither clipping nor a `max_bias` other than 8. `mpt` has
     clipping and any `max_bias`, but no norm after the embeddings.
     """
-    model = fold_scales(model)
+    model = fold_scales(model)  # The two architectures have no such scale factors.
     requires_mpt = model.max_bias != 8 or model.config.clip_qkv is not None
     if requires_mpt:
         return fold_embedding_norm(model)
@@ -136,8 +136,9 @@ def write(folder: Path, run: ExportSource) -> None:
             writer.add_clamp_kqv(config.clip_qkv)
     _add_tokenizer(writer, run.tokenizer, config.vocab_size)
     for name, weight in run.model.weights.items():
-        data, data_type = _encode_tensor(gguf, weight.detach().float().contiguous(), run.dtype)
-        writer.add_tensor(_gguf_name(name), data, raw_dtype=data_type)
+        float32_weight = weight.detach().float().contiguous()
+        numbers, number_type = _encode_tensor(gguf, float32_weight, run.dtype)
+        writer.add_tensor(_gguf_name(name), numbers, raw_dtype=number_type)
     with _close_writer(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -208,7 +209,10 @@ def tokenizer_unsupported_reason(tokenizer: Tokenizer | None) -> str | None:
     """
     if tokenizer is None:
         return "a run without a tokenizer. Put its tokenizer.json into the run folder, or use --to hf."
-    is_supported = not isinstance(tokenizer, WordTokenizer) and _is_byte_level_bpe(json.loads(tokenizer.to_json()))
+    is_supported = False
+    if not isinstance(tokenizer, WordTokenizer):
+        layout = json.loads(tokenizer.to_json())  # the content of a tokenizer.json
+        is_supported = _is_byte_level_bpe(layout)
     if not is_supported:
         return (
             f"the tokenizer '{tokenizer.name}'. Only byte-level BPE is supported. "
@@ -218,10 +222,15 @@ def tokenizer_unsupported_reason(tokenizer: Tokenizer | None) -> str | None:
 
 
 def _is_byte_level_bpe(layout: dict[str, Any]) -> bool:
-    """Return whether a `tokenizer.json` describes a byte-level BPE as GPT-2 has it, without text normalization."""
+    """Return whether a tokenizer is a byte-level BPE like the tokenizer of GPT-2, without text normalization.
+
+    Args:
+        layout: The content of a `tokenizer.json`.
+    """
     pre_tokenizer = layout.get("pre_tokenizer") or {}
     if pre_tokenizer.get("type") != "ByteLevel":
         return False
+    # GPT-2 splits a text into words with a regular expression, and adds no space in front of the text.
     splits_like_gpt2 = pre_tokenizer.get("use_regex", True) and not pre_tokenizer["add_prefix_space"]
     is_bpe = layout["model"]["type"] == "BPE"
     has_normalizer = layout.get("normalizer") is not None
@@ -236,7 +245,7 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
         tokenizer: The tokenizer.
         vocab_size: The number of tokens of the model. It may be larger than the number of tokens of the tokenizer.
     """
-    layout = json.loads(tokenizer.to_json())
+    layout = json.loads(tokenizer.to_json())  # the content of a tokenizer.json
     token_ids = dict(layout["model"]["vocab"])
     special_tokens = set()
     for added_token in layout.get("added_tokens") or ():
@@ -263,6 +272,7 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
         zero_byte = byte_alphabet()[0]
         merges = [f"{zero_byte} {zero_byte}"]
 
+    # If the tokenizer has no end token, the first token takes its place.
     end_token = tokenizer.end if tokenizer.end is not None else 0
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -294,25 +304,30 @@ class LlamaCpp(Runtime):
         params.n_ubatch = 512
         params.cpuparams.n_threads = torch.get_num_threads()
         params.cpuparams_batch.n_threads = torch.get_num_threads()
+        # Store keys and values in full precision.
         params.cache_type_k = llama.ggml_type.GGML_TYPE_F32
         params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
         self.server = llama.Server(params)
+        # A token whose text is a complete character. `_next_log_probabilities` needs such a token.
         tokens_of_a = self.encode("a")
-        # A token whose text is a complete character.
         self._complete_token = tokens_of_a[0] if tokens_of_a else 0
 
-    def log_probabilities(self, tokens: list[int]) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions V"]]:
+    def log_probabilities(
+        self, tokens: list[int]
+    ) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions vocab"]]:
         """Return the log-probabilities of the next token at evenly spaced positions, including the last position.
 
         Each request extends the previous request, so the server reads each token once.
         """
         count = min(NUM_COMPARED_POSITIONS, len(tokens))
-        positions = (torch.arange(1, count + 1) * len(tokens) / count).long() - 1
-        rows = [self._next_log_probabilities(tokens[: position + 1]) for position in positions.tolist()]
+        # The number of tokens that are read for each position, for example 2, 4, 6, 8 for 8 tokens and 4 positions.
+        prefix_lengths = (torch.arange(1, count + 1) * len(tokens) / count).long()
+        rows = [self._next_log_probabilities(tokens[:length]) for length in prefix_lengths.tolist()]
+        positions = prefix_lengths - 1
         return positions, torch.stack(rows)
 
-    def _next_log_probabilities(self, tokens: list[int]) -> Float[Tensor, " V"]:
-        """Return the log-probabilities of the token after an input."""
+    def _next_log_probabilities(self, tokens: list[int]) -> Float[Tensor, " vocab"]:
+        """Return the log-probability of each token of the vocabulary as the next token after an input."""
         request = {
             "prompt": tokens,
             "n_predict": 1,
@@ -324,6 +339,7 @@ class LlamaCpp(Runtime):
             "logit_bias": [[self._complete_token, 1e4]],
         }
         response = self.server.handle_completions(request)
+        # The response is a dictionary, or a text in JSON.
         if isinstance(response, str | bytes):
             response = json.loads(response)
         choices = response.get("choices") or [{}]
@@ -336,6 +352,7 @@ class LlamaCpp(Runtime):
         return row
 
     def generate_greedy(self, tokens: list[int], count: int) -> list[int]:
+        """Return the `count` tokens that the program generates after a prompt without sampling."""
         generated: list[int] = []
         for _ in range(count):
             log_probabilities = self._next_log_probabilities([*tokens, *generated])
@@ -343,6 +360,8 @@ class LlamaCpp(Runtime):
         return generated
 
     def encode(self, text: str) -> list[int] | None:
+        """Return the token ids of a text."""
+        # Send the text to the HTTP interface of the server, which returns the tokens as JSON.
         body = json.dumps({"content": text, "add_special": False, "parse_special": False}).encode()
         url = f"{self.server.listening_address}/tokenize"
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
@@ -356,7 +375,7 @@ def _read_vocab_size(path: Path) -> int:
 
     for tensor in gguf.GGUFReader(path).tensors:
         if tensor.name == "token_embd.weight":
-            return int(tensor.shape[1])
+            return int(tensor.shape[1])  # GGUF lists the dimensions in reverse order.
     raise InputError(f"Invalid file {path}: it has no embedding matrix.")
 
 

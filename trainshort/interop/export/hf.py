@@ -49,6 +49,7 @@ def write(folder: Path, run: ExportSource) -> None:
 
     config = TrainshortConfig.from_model_config(run.model.config, run.training_length).to_dict()
     config["architectures"] = ["TrainshortForCausalLM"]
+    # transformers reads this entry if the user loads the folder with `trust_remote_code=True`.
     config["auto_map"] = {
         "AutoConfig": "modeling_trainshort.TrainshortConfig",
         "AutoModelForCausalLM": "modeling_trainshort.TrainshortForCausalLM",
@@ -70,6 +71,7 @@ def write_hugging_face_folder(
         config: The content of `config.json`. The ids of the special tokens are added.
         tensors: The weights under the names of the Hugging Face class.
     """
+    # trainshort uses the same token at the beginning and at the end of a text.
     special_tokens = {}
     if run.tokenizer is not None and run.tokenizer.end is not None:
         special_tokens["bos_token_id"] = run.tokenizer.end
@@ -77,14 +79,15 @@ def write_hugging_face_folder(
     _write_json(folder / "config.json", config | special_tokens)
     _write_json(folder / "generation_config.json", {**special_tokens, "use_cache": True})
     shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
-    safetensors_io.write(
-        folder / safetensors_io.SINGLE_FILE, shapes, lambda name: tensors[name], metadata={"format": "pt"}
-    )
+    weight_path = folder / safetensors_io.SINGLE_FILE
+    # transformers requires this metadata, which says that the tensors are from PyTorch.
+    safetensors_io.write(weight_path, shapes, lambda name: tensors[name], metadata={"format": "pt"})
     if run.tokenizer is not None:
         _write_json(folder / "tokenizer_config.json", tokenizer_config(run.tokenizer, run.training_length))
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a dictionary to a JSON file."""
     write_atomic(path, json.dumps(values, indent=2) + "\n")
 
 
@@ -103,6 +106,7 @@ def tokenizer_config(tokenizer: Tokenizer, training_length: int) -> dict[str, An
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
     }
+    # The byte tokenizer has no special tokens.
     if isinstance(tokenizer, WordTokenizer):
         line_end = WordTokenizer.SPECIAL[WordTokenizer.LINE_END]
         config["bos_token"] = line_end
@@ -136,12 +140,16 @@ class Transformers(Runtime):
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
     @torch.no_grad()
-    def log_probabilities(self, tokens: list[int]) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions V"]]:
+    def log_probabilities(
+        self, tokens: list[int]
+    ) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions vocab"]]:
+        """Return the log-probabilities of the next token at the last positions of an input."""
         output = self.model(torch.tensor([tokens]), use_cache=False)
         return last_log_probabilities(output.logits[0])
 
     @torch.no_grad()
     def generate_greedy(self, tokens: list[int], count: int) -> list[int]:
+        """Return the `count` tokens that the program generates after a prompt without sampling."""
         prompt = torch.tensor([tokens])
         output = self.model.generate(
             prompt,
@@ -155,6 +163,7 @@ class Transformers(Runtime):
         return output[0, len(tokens) :].tolist()
 
     def encode(self, text: str) -> list[int] | None:
+        """Return the token ids of a text, or None if the export has no tokenizer."""
         if self.tokenizer is None:
             return None
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -60,7 +60,7 @@ class Requirement:
     Attributes:
         is_met: Returns whether a config meets the requirement.
         unsupported: What a config has that does not meet the requirement, such as "window {config.window}".
-        hint: A sentence that says what is supported, or how to train a supported model.
+        hint: A sentence that says what is supported, or how to train a model that the target supports.
     """
 
     is_met: Callable[[Any], bool]
@@ -81,7 +81,7 @@ def check_supported(target: str, config: ModelConfig, requirements: tuple[Requir
     """
     for requirement in requirements:
         if not requirement.is_met(config):
-            unsupported = requirement.unsupported.format(config=config)
+            unsupported = requirement.unsupported.format(config=config)  # for example "window 128"
             raise InputError(
                 f"Export to {target} does not support {unsupported}. {requirement.hint} `--to hf` supports every model."
             )
@@ -141,14 +141,15 @@ def repeat_kv_heads(model: ExportModel) -> ExportModel:
         return model
 
     def repeat_heads(rows: Tensor) -> Tensor:
+        """Repeat the rows of each key or value head for all query heads that share the head."""
         heads = rows.unflatten(0, (-1, config.head_width))
         return heads.repeat_interleave(queries_per_kv_head, 0).flatten(0, 1)
 
+    kv_width = num_kv_heads * config.head_width
     new_weights = {}
     for prefix in layer_prefixes(config):
         for name in (f"{prefix}attention.qkv.weight", f"{prefix}attention.qkv.bias"):
             if name in model.weights:
-                kv_width = num_kv_heads * config.head_width
                 q, k, v = model.weights[name].split([config.width, kv_width, kv_width])
                 new_weights[name] = torch.cat([q, repeat_heads(k), repeat_heads(v)])
     note = f"the {num_kv_heads} key-value heads were repeated to {config.heads}"
@@ -163,12 +164,14 @@ def pad_ffn(model: ExportModel, width: int) -> ExportModel:
 
     Args:
         model: The model.
-        width: The new hidden size of the feed-forward layers.
+        width: The new number of units of the feed-forward layers.
     """
     old_width = model.config.ffn_width
     num_added = width - old_width
     if num_added <= 0:
         return model
+    # The second argument of `pad` is the number of zeros before and after the last dimension, and then the same two
+    # numbers for the dimension before it.
     pad = torch.nn.functional.pad
     new_weights = {}
     for prefix in layer_prefixes(model.config):
@@ -247,8 +250,8 @@ def fold_embedding_norm(model: ExportModel) -> ExportModel:
     config = model.config
     if not config.embedding_norm:
         return model
-    assert config.embedding_factor == 1
-    assert not config.embedding_scale
+    assert config.embedding_factor == 1, "call fold_scales before"
+    assert not config.embedding_scale, "call fold_scales before"
     weights = dict(model.weights)
     norm_weight = weights.pop("embedding_norm.weight")
     norm_bias = weights.pop("embedding_norm.bias", None)

@@ -32,6 +32,9 @@ GREEDY_TOKENS = 32
 
 RESULT_FILE = "verify.json"
 
+# The largest number of characters of another program's error message that are shown to the user.
+MAX_CAUSE_LENGTH = 160
+
 RUN_FOLDER_HINT = "Give the run with --run-folder RUN."
 
 EDGE_CASE_STRINGS = (
@@ -120,14 +123,16 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
         run = _find_run(folder)
     model = load_model(_find_matching_checkpoint(run, folder, training_length))
     runtime = open_runtime(target_name, folder, max(LENGTH_MULTIPLES) * training_length)
-    _, first_log_probabilities = runtime.log_probabilities([0])
-    vocab_size = first_log_probabilities.shape[-1]
+    # Run one token to find out the vocabulary size of the export.
+    _, log_probabilities = runtime.log_probabilities([0])
+    vocab_size = log_probabilities.shape[-1]
     if vocab_size != model.config.vocab_size:
         raise _wrong_run_error(folder, run, f"{vocab_size:,} tokens in the vocabulary", f"{model.config.vocab_size:,}")
 
-    rows = [
-        _compare_logits(model, runtime, multiple * training_length, max_error.logits) for multiple in LENGTH_MULTIPLES
-    ]
+    rows = []
+    for multiple in LENGTH_MULTIPLES:
+        length = multiple * training_length
+        rows.append(_compare_logits(model, runtime, length, max_error.logits))
     problems = _find_logit_problems(rows, max_error)
 
     tokenizer = run_tokenizer(run)
@@ -181,7 +186,8 @@ def _read_export_record(folder: Path) -> tuple[str, int, MaxError]:
     max_error = None
     if target_name in targets:
         max_error = targets.get(target_name).max_errors.get(dtype)
-    has_valid_length = type(training_length) is int and training_length >= 1  # True is not a length.
+    # In Python, True is an instance of int, so `isinstance` would accept True as a length.
+    has_valid_length = type(training_length) is int and training_length >= 1
     if max_error is None or not has_valid_length:
         raise InputError(
             f"Invalid file {folder / EXPORTED}: it does not state a valid target, dtype and training length. "
@@ -215,7 +221,9 @@ def open_runtime(target_name: str, folder: Path, max_length: int) -> Runtime:
     except InputError:
         raise
     except Exception as error:  # A damaged export can make its program fail with any exception.
-        cause = " ".join(str(error).split())[:160] or type(error).__name__
+        # Messages of other programs can be long and have several lines.
+        one_line_message = " ".join(str(error).split())
+        cause = one_line_message[:MAX_CAUSE_LENGTH] or type(error).__name__
         raise InputError(f"{runtime_class.package} cannot open {folder} ({cause}). {EXPORT_AGAIN_HINT}") from None
 
 
@@ -281,7 +289,11 @@ def _compare_logits(model: TransformerLM, runtime: Runtime, length: int, max_dif
         model: The model of the run.
         runtime: The loaded export.
         length: The input length.
-        max_difference: The largest accepted difference, without the rounding of ALiBi slopes.
+        max_difference: The largest accepted difference in standard deviations of the logits, without the rounding error
+            of the ALiBi bias.
+
+    Returns:
+        The differences, and the largest difference that is accepted at this length.
     """
     tokens = _random_tokens(model.config.vocab_size, length)
     positions, export_log_probabilities = runtime.log_probabilities(tokens)
@@ -289,12 +301,15 @@ def _compare_logits(model: TransformerLM, runtime: Runtime, length: int, max_dif
     logits = model.vocabulary.log_scores(hidden).float()
     log_probabilities = logits.log_softmax(-1)
     deviation = float(logits.std())
-    kl = (log_probabilities.exp() * (log_probabilities - export_log_probabilities)).sum(-1).max()
+    divergences = (log_probabilities.exp() * (log_probabilities - export_log_probabilities)).sum(-1)
+    largest_divergence = float(divergences.max())
 
-    # Two logits can differ by a constant that does not change the probabilities. Subtract the mean difference.
-    difference = log_probabilities - export_log_probabilities
-    max_found = (difference - difference.mean(-1, keepdim=True)).abs().max()
+    # A constant that is added to all logits of a position does not change the probabilities. Subtract the mean
+    # difference, so that such a constant does not count.
+    differences = log_probabilities - export_log_probabilities
+    largest_difference = (differences - differences.mean(-1, keepdim=True)).abs().max()
 
+    # The rounding error of slope * position grows with the input length.
     rounding = 0.0
     slopes = model.position.linear_slopes()
     if slopes is not None:
@@ -302,8 +317,8 @@ def _compare_logits(model: TransformerLM, runtime: Runtime, length: int, max_dif
     return LogitError(
         length=length,
         compared=len(positions),
-        difference=float(max_found) / deviation,
-        kl=max(0.0, float(kl)),
+        difference=float(largest_difference) / deviation,
+        kl=max(0.0, largest_divergence),  # Rounding can make a divergence negative.
         limit=max_difference + rounding,
     )
 
@@ -331,6 +346,7 @@ def _is_greedy_text_equal(
     # The logits at each position predict the next token, so the first generated token follows position `length - 1`.
     next_token_logits = logits[0, length - 1 : -1].float()
     if forbidden_token is not None:
+        # The lowest logit makes the forbidden token the least likely token.
         next_token_logits[:, forbidden_token] = next_token_logits.amin()
     chosen_logits = next_token_logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
     best_logits = next_token_logits.amax(-1)
@@ -340,7 +356,15 @@ def _is_greedy_text_equal(
 
 
 def _is_tokenization_equal(tokenizer: Tokenizer, runtime: Runtime) -> bool | None:
-    """Return whether an export splits unusual texts into the same tokens. None if the export has no tokenizer."""
+    """Return whether an export splits unusual texts into the same tokens as the tokenizer of the run.
+
+    Returns:
+        True or False, or None if the program of the export has no tokenizer.
+    """
     if runtime.encode("a") is None:
         return None
-    return all(runtime.encode(text) == tokenizer.encode(text).tolist() for text in EDGE_CASE_STRINGS)
+    for text in EDGE_CASE_STRINGS:
+        expected_tokens = tokenizer.encode(text).tolist()
+        if runtime.encode(text) != expected_tokens:
+            return False
+    return True

@@ -34,7 +34,7 @@ Transform = Literal["identity", "transpose", "deinterleave_qkv", "first_half", "
 """
 
 Weights = Mapping[str, Tensor]
-"""Tensors by name. A mapping may read each tensor from a file when the tensor is requested."""
+"""The tensors of a source model by name. A mapping may read each tensor from a file when the tensor is requested."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,13 @@ class WeightMap:
         if not source.names:
             return torch.zeros(shape)
 
-        parts = [self.weights[source_name] for source_name in source.names]
-        for source_name, part in zip(source.names, parts, strict=True):
+        parts = []
+        for source_name in source.names:
+            part = self.weights[source_name]
             _check_floating_point(source_name, part)
-        if len(parts) > 1:
-            source_tensor = torch.cat([part.float() for part in parts])
-        else:
-            source_tensor = parts[0].float()
+            parts.append(part.float())
+        # `torch.cat` would copy a single tensor.
+        source_tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
 
         tensor = to_trainshort(source_tensor, source.transform, self.model.config)
         source_names = " and ".join(source.names)
@@ -245,7 +245,9 @@ def map_weights(model_format: Format, source_config: dict[str, Any], weights: We
                 )
         sources[name] = source
 
-    used_names = {source_name for source in sources.values() for source_name in source.names}
+    used_names = set()
+    for source in sources.values():
+        used_names.update(source.names)
     dropped_names = sorted(weights.keys() - used_names)
     for name in dropped_names:
         _check_may_drop(model_format, weights, name)
@@ -259,6 +261,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         InputError: If the sizes are too large for PyTorch.
     """
     try:
+        # Tensors on the device "meta" have shapes, but no values.
         with torch.device("meta"):
             model = TransformerLM(config)
     except (RuntimeError, TypeError, OverflowError) as error:
@@ -267,8 +270,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _find_source(model_format: Format, model: ImportedModel, name: str) -> TensorSource:
-    """Return the source tensors of a trainshort tensor, such as `layers.3.ffn.wide.weight`."""
+    """Return the source tensors of a trainshort tensor.
+
+    Args:
+        model_format: The format of the source model.
+        model: The description of the source model.
+        name: The name of the trainshort tensor, such as `layers.3.ffn.wide.weight`.
+
+    Raises:
+        InputError: If the format has no tensor for this name.
+    """
     module, _, parameter = name.rpartition(".")  # for example "layers.3.ffn.wide" and "weight"
+    # The module map of a format has one entry for all layers. Replace the index of the layer by {}.
     pattern = module
     layer_index = ""
     index_match = re.search(r"\.(\d+)(\.|$)", module)
@@ -279,7 +292,7 @@ def _find_source(model_format: Format, model: ImportedModel, name: str) -> Tenso
     if pattern not in model_format.module_map:
         raise InputError(f"The format {model_format.name} has no tensor for {name}.")
     if parameter == "bias" and pattern in model.zero_biases:
-        return TensorSource(names=())
+        return TensorSource(names=())  # A tensor without a source is filled with zeros.
     module_source = model_format.module_map[pattern]
     source_names = [f"{source_module.format(layer_index)}.{parameter}" for source_module in module_source.names]
     transform = model.transforms.get(pattern, module_source.transform)
@@ -287,7 +300,13 @@ def _find_source(model_format: Format, model: ImportedModel, name: str) -> Tenso
 
 
 def _check_may_drop(model_format: Format, weights: Weights, name: str) -> None:
-    """Raise `InputError` if an unused source tensor holds weights that the trainshort model would not have."""
+    """Raise `InputError` if an unused source tensor holds weights that the trainshort model would not have.
+
+    Args:
+        model_format: The format of the source model.
+        weights: The tensors of the source model.
+        name: The name of the unused source tensor.
+    """
     tied_name = model_format.tied_tensors.get(name)
     if tied_name is not None and tied_name in weights:
         if not torch.equal(weights[name], weights[tied_name]):

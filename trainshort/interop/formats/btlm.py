@@ -49,10 +49,12 @@ def read_btlm_config(source_config: dict[str, Any], weights: Weights) -> Importe
     width = read_int(source_config, "n_embd", "hidden_size")
     heads = read_int(source_config, "n_head", "num_attention_heads")
 
+    # The factor of the attention scores. None means 1 / sqrt(head width).
     softmax_scale = None
+    # BTLM and Jais use different names for this setting.
     divides_by_head_width = source_config.get("mup_scale_qk_dot_by_d", source_config.get("scale_qk_dot_by_d", False))
     if divides_by_head_width:
-        softmax_scale = heads / width
+        softmax_scale = heads / width  # 1 / head width
     if not source_config.get("scale_attn_weights", True):
         softmax_scale = 1.0
 

@@ -67,7 +67,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], Weights]:
         if isinstance(value, Tensor):
             raise InputError(f"{path} has a tensor for the setting {name!r}. Expected a number, a string or a boolean.")
     _check_decoder_version(weights, path)
-    settings["vocab_size"] = _count_token_types(weights, path)
+    settings["vocab_size"] = _read_vocab_size(weights, path)
     return settings, weights
 
 
@@ -107,16 +107,23 @@ def _read_settings(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     raise InputError(f"{path} has no settings: a fairseq checkpoint has them under the key 'cfg' or 'args'.")
 
 
-def _count_token_types(weights: Weights, path: Path) -> int:
-    """Return the vocabulary size. Adaptive embeddings have one table for each frequency band of the words."""
+def _read_vocab_size(weights: Weights, path: Path) -> int:
+    """Return the vocabulary size of a fairseq model, which is the number of rows of its embedding matrix.
+
+    Adaptive embeddings split the words into bands by frequency, and each band has an embedding matrix of its own.
+
+    Args:
+        weights: The tensors of the checkpoint.
+        path: The checkpoint file, for the error message.
+    """
     band_pattern = re.compile(r"decoder\.embed_tokens\.embeddings\.\d+\.0\.weight")
-    tables = []
+    matrices = []
     for name, weight in weights.items():
         if name == "decoder.embed_tokens.weight" or band_pattern.fullmatch(name):
-            tables.append(weight)
-    if not tables or any(table.dim() != 2 for table in tables):
+            matrices.append(weight)
+    if not matrices or any(matrix.dim() != 2 for matrix in matrices):
         raise InputError(f"{path} is not a fairseq language model: it has no embedding matrix decoder.embed_tokens.")
-    return sum(len(table) for table in tables)
+    return sum(len(matrix) for matrix in matrices)
 
 
 def read_fairseq_config(source_config: dict[str, Any], weights: Weights) -> ImportedModel:
@@ -131,9 +138,9 @@ def read_fairseq_config(source_config: dict[str, Any], weights: Weights) -> Impo
     """
     _check_fairseq_supported(source_config)
     width = read_int(source_config, "decoder_embed_dim")
+    width_reason = f"only decoder_embed_dim, {width}, is supported"
     for name in ("decoder_input_dim", "decoder_output_dim"):
-        reason = f"only decoder_embed_dim, {width}, is supported"
-        require_value(source_config, name, allowed=(width, None), default=width, reason=reason)
+        require_value(source_config, name, allowed=(width, None), default=width, reason=width_reason)
     activation = translate_activation("activation_fn", source_config.get("activation_fn", "relu"), FAIRSEQ_ACTIVATIONS)
 
     adaptive = _read_adaptive_config(source_config)
@@ -175,16 +182,17 @@ def _check_fairseq_supported(source_config: dict[str, Any]) -> None:
         default=True,
         reason="only models that normalize before each layer are supported",
     )
+    decoder_reason = "only decoders that read tokens are supported"
     for name in ("cross_self_attention", "character_embeddings"):
-        reason = "only decoders that read tokens are supported"
-        require_value(source_config, name, allowed=(False, None), default=False, reason=reason)
+        require_value(source_config, name, allowed=(False, None), default=False, reason=decoder_reason)
     require_value(source_config, "base_layers", allowed=(0, None), default=0, reason="expert layers are not supported")
     require_value(source_config, "quant_noise_pq", allowed=(0, None), default=0, reason="quantization is not supported")
 
 
 def _read_training_length(source_config: dict[str, Any]) -> int | None:
-    """Return the training length. Newer versions of fairseq store `tokens_per_sample` in the task section."""
+    """Return the training length of a fairseq model, or None if the settings do not state a valid length."""
     length = source_config.get("tokens_per_sample")
+    # Newer versions of fairseq store the length in the task section.
     task_section = source_config.get("task")
     if isinstance(task_section, dict):
         length = task_section.get("tokens_per_sample", length)
@@ -246,6 +254,7 @@ def read_dictionary(path: Path, vocab_size: int) -> WordTokenizer:
         if not line:
             continue
         may_repeat = line.endswith(OVERWRITE_MARK)
+        # A word may contain spaces. The last space is before the count.
         word, space, count = line.removesuffix(OVERWRITE_MARK).rpartition(" ")
         is_count = count.isascii() and count.isdigit()
         if not space or not is_count:

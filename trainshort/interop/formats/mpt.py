@@ -78,7 +78,10 @@ def read_mpt_config(source_config: dict[str, Any], weights: Weights) -> Imported
 
 
 def _read_attention_config(source_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the attention settings of an MPT or replit-code model under MPT's names."""
+    """Return the attention settings of an MPT or replit-code model under the names that MPT uses.
+
+    MPT has these settings in the section `attn_config`. replit-code has them at the top level, under other names.
+    """
     attention_config = {}
     for replit_name, mpt_name in REPLIT_ATTENTION_SETTINGS.items():
         if replit_name in source_config:
@@ -87,7 +90,12 @@ def _read_attention_config(source_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_mpt_supported(source_config: dict[str, Any], attention_config: dict[str, Any]) -> None:
-    """Raise `InputError` if an MPT model has a setting that trainshort does not support."""
+    """Raise `InputError` if an MPT model has a setting that trainshort does not support.
+
+    Args:
+        source_config: The content of the model's `config.json`.
+        attention_config: The attention settings under the names that MPT uses.
+    """
     require_value(attention_config, "alibi", allowed=(True,), default=False, reason="only ALiBi models can be imported")
     require_value(
         attention_config,
@@ -118,15 +126,21 @@ def _check_mpt_supported(source_config: dict[str, Any], attention_config: dict[s
 def _settings_ignored_by_transformers(
     source_config: dict[str, Any], attention_config: dict[str, Any], config: ModelConfig
 ) -> list[str]:
-    """Return the names of the settings that a model uses and that the MPT class of transformers ignores."""
+    """Return the names of the settings that a model uses and that the MPT class of transformers ignores.
+
+    Args:
+        source_config: The content of the model's `config.json`.
+        attention_config: The attention settings under the names that MPT uses.
+        config: The config of the imported model.
+    """
     ignored_settings = []
     if source_config.get("logit_scale"):
         ignored_settings.append("logit_scale")
-    if attention_config.get("alibi_bias_max", 8) != 8:
+    if attention_config.get("alibi_bias_max", 8) != 8:  # The class always uses 8.
         ignored_settings.append("alibi_bias_max")
     if config.window is not None:
         ignored_settings.append("sliding_window_size")
-    if config.ffn_width != 4 * config.width:
+    if config.ffn_width != 4 * config.width:  # The class always uses a ratio of 4.
         ignored_settings.append("expansion_ratio")
     if config.key_heads != config.heads:
         ignored_settings.append("kv_n_heads")
@@ -152,7 +166,13 @@ def _read_optional_float(attention_config: dict[str, Any], name: str) -> float |
 
 
 def _read_logit_scale(source_config: dict[str, Any], width: int) -> float:
-    """Return the factor of the logits. The config has a number, or the name of a formula of the width."""
+    """Return the number by which a model multiplies its logits.
+
+    Args:
+        source_config: The content of the model's `config.json`. Its `logit_scale` is a number, or "inv_sqrt_d_model",
+            which stands for 1 / sqrt(width). Without a value, the factor is 1.
+        width: The width of the model.
+    """
     logit_scale = source_config.get("logit_scale")
     if logit_scale == "inv_sqrt_d_model":
         return width**-0.5

@@ -140,9 +140,12 @@ def translate_activation(name: str, value: object, activations: Mapping[str, str
 
 def rope_scaling_type(source_config: dict[str, Any]) -> str | None:
     """Return how rotary embeddings are scaled for long inputs, such as "yarn", or None if they are not scaled."""
+    # The section has another name in newer versions of transformers. Older configs call the entry "type".
     rope_settings = read_section(source_config, "rope_scaling") or read_section(source_config, "rope_parameters")
     scaling_type = rope_settings.get("rope_type", rope_settings.get("type", "default"))
-    return None if scaling_type == "default" else scaling_type
+    if scaling_type == "default":
+        return None
+    return scaling_type
 
 
 def rope_scaling_notes(source_config: dict[str, Any]) -> tuple[str, ...]:

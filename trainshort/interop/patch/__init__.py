@@ -90,13 +90,14 @@ def patch(model: nn.Module, *, tolerance: float = TOLERANCE) -> PatchReport:
             )
         return existing_report
 
+    # The body is the model without its head, such as `MptModel`. It stores the settings of the patch.
     family_name, body = _find_body(model)
     self_check = SelfCheck(model, FAMILIES[family_name], body)
     expected = self_check.run_unpatched()
     report = apply_patch(model, tolerance)
     try:
         report = replace(report, parity=self_check.compare_patched(expected))
-    except BaseException:
+    except BaseException:  # Also if the user interrupts the check with Ctrl+C.
         unpatch(model)
         raise
     vars(body)[SETTINGS] = replace(vars(body)[SETTINGS], report=report)
@@ -104,7 +105,18 @@ def patch(model: nn.Module, *, tolerance: float = TOLERANCE) -> PatchReport:
 
 
 def apply_patch(model: nn.Module, tolerance: float = TOLERANCE) -> PatchReport:
-    """Patch a model without comparing its outputs before and after. See `patch` for the arguments."""
+    """Patch a model without comparing its outputs before and after.
+
+    Args:
+        model: A loaded model of `transformers`.
+        tolerance: The softmax mass that attention may skip for each query, as in `patch`.
+
+    Returns:
+        A report of the changes.
+
+    Raises:
+        InputError: If the model is not supported, or if another tool has already replaced one of its methods.
+    """
     family_name, body = _find_body(model)
     family = FAMILIES[family_name]
     modules: PatchedModules = []
@@ -124,9 +136,11 @@ def apply_patch(model: nn.Module, tolerance: float = TOLERANCE) -> PatchReport:
         for module, part in modules:
             wrap_module_class(module, family_name, part)
     except InputError:
+        # Restore the modules that are already patched.
         for module, _ in modules:
             unwrap_module_class(module)
         raise
+    # The body (the model without its head) stores the settings, which its forward method reads.
     vars(body)[SETTINGS] = PatchSettings(slopes, tolerance, family.skips_padding_in_distances, report)
     return report
 
@@ -146,9 +160,14 @@ def unpatch(model: nn.Module) -> None:
 
 
 def get_patch_report(model: nn.Module) -> PatchReport | None:
-    """Return the report that `patch` returned for this model, or None if the model is not patched."""
+    """Return the report that `patch` returned for this model, or None if the model is not patched.
+
+    Raises:
+        InputError: If `model` is not a loaded model.
+    """
     if not isinstance(model, nn.Module):
         raise InputError(f"Expected a loaded model, got {type(model).__name__}.")
+    # The body of a patched model (the model without its head) stores the report as an attribute.
     for module in model.modules():
         if SETTINGS in vars(module):
             return vars(module)[SETTINGS].report
@@ -156,7 +175,11 @@ def get_patch_report(model: nn.Module) -> PatchReport | None:
 
 
 def _find_body(model: nn.Module) -> tuple[str, Any]:
-    """Return the family of a model and its body (the model without a head, such as `MptModel`)."""
+    """Return the name of a model's family, such as "mpt", and its body (the model without its head).
+
+    Raises:
+        InputError: If the model is not supported or does not use ALiBi.
+    """
     for module in model.modules():
         for family_name, family in FAMILIES.items():
             if family.find_part(module) != "body":
@@ -170,7 +193,12 @@ def _find_body(model: nn.Module) -> tuple[str, Any]:
 
 
 def _outermost_class_name(modules: PatchedModules) -> str:
-    """Return the class name of the head model, or of the body if the model has no head."""
+    """Return the class name of the complete model, such as `MptForCausalLM`.
+
+    Args:
+        modules: The modules that are patched, and which part of the model each module is. A module comes before the
+            modules that it contains.
+    """
     for module, part in modules:
         if part in ("head_model", "body"):
             return original_class(module).__name__
@@ -178,11 +206,18 @@ def _outermost_class_name(modules: PatchedModules) -> str:
 
 
 def _describe_changes(family_name: str, body: Any, modules: PatchedModules, tolerance: float) -> tuple[str, ...]:
-    """Describe the changes of `patch`, one line for each kind of module."""
+    """Describe the changes of `patch`, one line for each kind of module.
 
-    def count_modules(wanted_part: Part) -> str:
+    Args:
+        family_name: The family of the model, a key of `FAMILIES`.
+        body: The model without its head.
+        modules: All modules that are patched, and which part of the model each module is.
+        tolerance: The softmax mass that attention may skip for each query.
+    """
+
+    def count_modules(kind: Part) -> str:
         """Return the number of modules of one kind and their class name, such as '24 MptBlock'."""
-        class_names = [original_class(module).__name__ for module, part in modules if part == wanted_part]
+        class_names = [original_class(module).__name__ for module, part in modules if part == kind]
         return f"{len(class_names)} {class_names[0]}"
 
     if family_name == "mpt":

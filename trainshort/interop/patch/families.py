@@ -68,6 +68,7 @@ class Family:
 
         A module of a subclass (such as a patched class) counts as the same part as its base class.
         """
+        # Only classes of this transformers module count, because other packages may use the same class names.
         class_names = {base.__name__ for base in type(module).__mro__ if base.__module__ == self.module_path}
         if self.attention in class_names:
             return "attention"
@@ -103,14 +104,17 @@ class Family:
 
 
 def _falcon_slopes(config: Any) -> Tensor:
-    """Return Falcon's slopes. Falcon divides the sum of scores and ALiBi bias by the square root of the head width."""
+    """Return the slopes of a Falcon model: the usual ALiBi slopes, divided by the square root of the head width.
+
+    Falcon adds the ALiBi bias to the attention scores and then divides the sum by this square root.
+    """
     num_heads = config.num_attention_heads
     head_dim = config.hidden_size // num_heads
     return alibi.slopes(num_heads) / math.sqrt(head_dim)
 
 
 def _return_none(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Replace a method that builds the ALiBi bias table."""
+    """Replace a method that builds the ALiBi bias table. The patched attention does not need the table."""
     return None
 
 
@@ -174,15 +178,16 @@ def wrap_module_class(module: nn.Module, family: str, part: Part) -> None:
     """
     # The hooks of accelerate replace `forward` on the instance and store the original method in `_old_forward`.
     accelerate_forward = vars(module).get("_old_forward")
-    has_accelerate_hook = (
-        isinstance(accelerate_forward, MethodType) and accelerate_forward.__func__ is type(module).forward
-    )
+    has_accelerate_hook = False
+    if isinstance(accelerate_forward, MethodType):
+        has_accelerate_hook = accelerate_forward.__func__ is type(module).forward
     if "forward" in vars(module) and not has_accelerate_hook:
         raise InputError(
             f"Cannot patch this {type(module).__name__}: another tool has already replaced its forward method. "
             "Patch the model first, then apply the other tool."
         )
     module.__class__ = _make_patched_class(type(module), family, part)
+    # The hook of accelerate must call the patched method.
     if accelerate_forward is not None:
         module._old_forward = MethodType(type(module).forward, module)  # pyright: ignore[reportArgumentType]
 
@@ -204,13 +209,19 @@ def unwrap_module_class(module: nn.Module) -> bool:
 
 
 def original_class(module: nn.Module) -> type:
-    """Return the class that a module had before it was patched, or its class if it is not patched."""
+    """Return the class that a module had before it was patched. Return its current class if it is not patched."""
     return vars(type(module)).get(ORIGINAL_CLASS, type(module))
 
 
 @functools.cache
 def _make_patched_class(base: type, family: str, part: Part) -> type:
-    """Create a subclass of `base` with the patched methods. The subclass has the same name and docstring as `base`."""
+    """Create a subclass of `base` with the patched methods. The subclass has the same name and docstring as `base`.
+
+    Args:
+        base: The original class of a module, such as `MptAttention`.
+        family: The key of the family in `FAMILIES`.
+        part: Which part of the family the class is.
+    """
     namespace: dict[str, Any] = {}
     for name, replacement in FAMILIES[family].replaced_members(part).items():
         if callable(replacement):
@@ -222,7 +233,8 @@ def _make_patched_class(base: type, family: str, part: Part) -> type:
     namespace["__qualname__"] = base.__qualname__
     namespace["__doc__"] = base.__doc__
     namespace[ORIGINAL_CLASS] = base
-    namespace["_can_compile_fullgraph"] = False  # transformers then does not compile the model in `generate`.
+    # With this setting, transformers does not compile the model in `generate`.
+    namespace["_can_compile_fullgraph"] = False
 
     def reduce_module(self: Any, protocol: int) -> tuple[Any, ...]:
         """Support copy and pickle. The patched class cannot be imported by its name, so it is created again."""

@@ -34,8 +34,18 @@ def mpt_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Replace `MptAttention.forward`.
 
-    The original method runs instead if `attention_mask` is not a `MaskInfo`, for example if a caller runs one block
-    without its model.
+    The patched model passes a `MaskInfo` as `attention_mask`, which states the keys that each query may attend to and
+    the ALiBi slopes. If `attention_mask` is not a `MaskInfo`, the original method runs. This happens if a caller runs
+    one block without its model.
+
+    Args:
+        original: The original method of the class.
+        self: The attention module.
+        hidden_states: The inputs of the attention module.
+        position_bias: The ALiBi bias table. Not used.
+        past_key_values: The KV cache, or None.
+        attention_mask: The `MaskInfo` of the current forward pass.
+        **kwargs: Further arguments of the original method.
 
     Returns:
         The output of the attention module, and the attention weights if the caller asked for them (otherwise None).
@@ -46,7 +56,7 @@ def mpt_attention(
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     # Split into q, k and v of shape (batch, heads, length, head width).
-    q, k, v = (tensor.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for tensor in qkv.chunk(3, dim=2))
+    q, k, v = [tensor.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for tensor in qkv.chunk(3, dim=2)]
     k, v = update_cache(past_key_values, k, v, self.layer_idx, attention_mask)
     dropout = self.attn_dropout_p if self.training else 0.0
     out, weights = run_attention(q, k, v, attention_mask, self.softmax_scale, dropout)
@@ -65,8 +75,19 @@ def bloom_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Replace `BloomAttention.forward`.
 
-    The original method runs instead if `attention_mask` is not a `MaskInfo`, for example if a caller runs one block
-    without its model.
+    The patched model passes a `MaskInfo` as `attention_mask`, which states the keys that each query may attend to and
+    the ALiBi slopes. If `attention_mask` is not a `MaskInfo`, the original method runs. This happens if a caller runs
+    one block without its model.
+
+    Args:
+        original: The original method of the class.
+        self: The attention module.
+        hidden_states: The inputs of the attention module.
+        residual: The tensor that is added to the output.
+        alibi: The ALiBi bias table. Not used.
+        attention_mask: The `MaskInfo` of the current forward pass.
+        layer_past: The KV cache, or None.
+        **kwargs: Further arguments of the original method.
 
     Returns:
         The residual plus the output of the attention module, and the attention weights if the caller asked for them
@@ -94,8 +115,19 @@ def falcon_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Replace `FalconAttention.forward`.
 
-    The original method runs instead if `attention_mask` is not a `MaskInfo`, for example if a caller runs one block
-    without its model.
+    The patched model passes a `MaskInfo` as `attention_mask`, which states the keys that each query may attend to and
+    the ALiBi slopes. If `attention_mask` is not a `MaskInfo`, the original method runs. This happens if a caller runs
+    one block without its model.
+
+    Args:
+        original: The original method of the class.
+        self: The attention module.
+        hidden_states: The inputs of the attention module.
+        alibi: The ALiBi bias table. Not used.
+        attention_mask: The `MaskInfo` of the current forward pass.
+        position_ids: Not used, because ALiBi depends on distances only.
+        layer_past: The KV cache, or None.
+        **kwargs: Further arguments of the original method.
 
     Returns:
         The output of the attention module, and the attention weights if the caller asked for them (otherwise None).
@@ -103,7 +135,8 @@ def falcon_attention(
     if not isinstance(attention_mask, MaskInfo):
         return original(self, hidden_states, alibi, attention_mask, position_ids, layer_past, **kwargs)
     qkv = apply_linear(self.query_key_value, hidden_states)
-    q, k, v = (tensor.transpose(1, 2) for tensor in self._split_heads(qkv))
+    # `_split_heads` returns q, k and v of shape (batch, length, heads, head width).
+    q, k, v = [tensor.transpose(1, 2) for tensor in self._split_heads(qkv)]
     k, v = update_cache(layer_past, k, v, self.layer_idx, attention_mask)
     dropout = self.attention_dropout.p if self.training else 0.0
     out, weights = run_attention(q, k, v, attention_mask, self.inv_norm_factor, dropout)
@@ -111,13 +144,13 @@ def falcon_attention(
 
 
 def mpt_ffn(original: ReplacementMethod, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
-    """Replace `MptMLP.forward`."""
+    """Replace `MptMLP.forward`, and use less memory. See `run_ffn`."""
     out = run_ffn(hidden_states, self.up_proj, self.act, self.down_proj)
     return nn.functional.dropout(out, self.hidden_dropout, self.training) + residual
 
 
 def bloom_ffn(original: ReplacementMethod, self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
-    """Replace `BloomMLP.forward`."""
+    """Replace `BloomMLP.forward`, and use less memory. See `run_ffn`."""
     if self.pretraining_tp > 1 and self.slow_but_exact:
         # This mode sums partial products in the order of the original tensor-parallel training.
         return original(self, hidden_states, residual)
@@ -126,7 +159,7 @@ def bloom_ffn(original: ReplacementMethod, self: Any, hidden_states: Tensor, res
 
 
 def falcon_ffn(original: ReplacementMethod, self: Any, x: Tensor) -> Tensor:
-    """Replace `FalconMLP.forward`."""
+    """Replace `FalconMLP.forward`, and use less memory. See `run_ffn`."""
     return run_ffn(x, self.dense_h_to_4h, self.act, self.dense_4h_to_h)
 
 
@@ -138,11 +171,11 @@ def run_ffn(
 ) -> Float[Tensor, "batch length width"]:
     """Compute `down_projection(activation(up_projection(x)))` with little memory.
 
-    Without gradients, a long input on the CPU is processed in chunks of `FFN_CHUNK` tokens. This does not change the
-    result of any token, because a feed-forward module processes each token separately. Modules with hooks receive the
-    complete input.
+    Without gradients, a long input on the CPU is processed in chunks of `FFN_CHUNK` tokens. The chunks do not change
+    the result of any token, because a feed-forward module processes each token separately. Modules with hooks receive
+    the complete input.
     """
-    tokens = x.flatten(0, -2)
+    tokens = x.flatten(0, -2)  # (batch * length, width)
     is_short = len(tokens) <= FFN_CHUNK
     needs_full_input = torch.is_grad_enabled() or has_hooks(up_projection, activation, down_projection)
     if needs_full_input or is_short or x.device.type != "cpu":
@@ -169,6 +202,7 @@ def recompute_activation_ffn(wide: Tensor, activation: nn.Module, down_projectio
         down_projection: The linear layer after the activation.
     """
     activated = activation(wide)
+    # PyTorch has no public function that returns the active saved-tensor hooks.
     get_active_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
     has_other_hooks = get_active_hooks(False) is not None
     if not activated.requires_grad or has_other_hooks:
@@ -178,13 +212,15 @@ def recompute_activation_ffn(wide: Tensor, activation: nn.Module, down_projectio
     activated_address = activated.untyped_storage().data_ptr()
 
     def pack(saved: Tensor) -> Tensor | tuple[int, ...]:
-        """Replace the complete activation output by its shape. Return other tensors unchanged."""
+        """Return what autograd saves in place of a tensor: only the shape if the tensor is the activation output."""
         has_same_storage = saved.untyped_storage().data_ptr() == activated_address
         is_complete = saved.numel() == activation_input.numel() and saved.is_contiguous()
-        return tuple(saved.shape) if has_same_storage and is_complete else saved
+        if has_same_storage and is_complete:
+            return tuple(saved.shape)
+        return saved
 
     def unpack(packed: Tensor | tuple[int, ...]) -> Tensor:
-        """Recompute the activation output if only its shape was saved."""
+        """Return a saved tensor in the backward pass. Recompute the activation output if only its shape was saved."""
         if isinstance(packed, Tensor):
             return packed
         with torch.no_grad():
@@ -267,7 +303,9 @@ def run_attention(
 def _materialized_attention(
     q: Tensor, k: Tensor, v: Tensor, mask_info: MaskInfo, scale: float, dropout: float
 ) -> tuple[Tensor, Float[Tensor, "batch heads q_len k_len"]]:
-    """Compute ALiBi attention with the formula, and return the output and the attention weights.
+    """Compute ALiBi attention with a tensor of all attention weights.
+
+    The function computes softmax(q @ k.T * scale - slope * distance) @ v. Memory grows with the square of the length.
 
     Args:
         q: The queries of the new tokens.
@@ -276,6 +314,9 @@ def _materialized_attention(
         mask_info: The keys that each query may attend to, and the ALiBi slopes.
         scale: The factor by which the products of queries and keys are multiplied.
         dropout: The dropout probability of the attention weights.
+
+    Returns:
+        The output of each head, and the attention weights after dropout.
     """
     num_queries = q.shape[2]
     num_keys = k.shape[2]
@@ -289,7 +330,7 @@ def _materialized_attention(
         key_positions = mask_info.token_positions.to(q.device)
     # The queries are the last `num_queries` tokens.
     query_positions = key_positions[:, -num_queries:]
-    distance = query_positions[:, None, :, None] - key_positions[:, None, None, :]
+    distance = query_positions[:, None, :, None] - key_positions[:, None, None, :]  # (batch, 1, queries, keys)
     slopes = mask_info.settings.slopes.to(q.device)[:, None, None]
     scores = q.float() @ k.float().mT * scale - slopes * distance
 
@@ -297,9 +338,9 @@ def _materialized_attention(
     masked_score = torch.finfo(torch.float32).min / 2
     if mask_info.explicit_mask is not None:
         mask = mask_info.explicit_mask[..., :num_keys].to(q.device)
-        if mask.dtype == torch.bool:
+        if mask.dtype == torch.bool:  # True for keys that the query may attend to
             scores = scores.masked_fill(~mask, masked_score)
-        else:
+        else:  # The mask holds large negative numbers for hidden keys.
             scores = scores + mask.float().clamp(masked_score)
     else:
         is_hidden = distances(num_queries, num_keys, q.device) < 0  # keys after the query

@@ -77,6 +77,7 @@ def head_model_forward(original: ReplacementMethod, self: nn.Module, *args: Any,
     The arguments that describe packed documents are stored until the call ends, because MPT and BLOOM do not pass
     these arguments on to their body.
     """
+    # `bind` finds the name of each argument, also of arguments that were passed without a name.
     bound_arguments = inspect.signature(original).bind(self, *args, **kwargs)
     packing = _packing_arguments(bound_arguments.arguments)
     reset_token = _packing_kwargs.set(packing)
@@ -87,7 +88,10 @@ def head_model_forward(original: ReplacementMethod, self: nn.Module, *args: Any,
 
 
 def create_masks_for_generate(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replace `create_masks_for_generate`: return the caller's `attention_mask`, also for a static cache."""
+    """Replace `create_masks_for_generate`, which builds a mask of four dimensions for a static cache.
+
+    The replacement returns the `attention_mask` that the caller passed. `body_forward` converts it to a `MaskInfo`.
+    """
     return kwargs.get("attention_mask")
 
 
@@ -97,6 +101,7 @@ def body_forward(original: ReplacementMethod, self: nn.Module, *args: Any, **kwa
     The replacement builds a `MaskInfo` from the arguments. `block_call` passes the `MaskInfo` to each block. The
     original method is then called with a small placeholder as its attention mask.
     """
+    # `bind` finds the name of each argument, also of arguments that were passed without a name.
     bound_arguments = inspect.signature(original).bind(self, *args, **kwargs)
     arguments = bound_arguments.arguments
 
@@ -107,7 +112,10 @@ def body_forward(original: ReplacementMethod, self: nn.Module, *args: Any, **kwa
         # The original method raises an error that names the missing argument.
         return original(self, *args, **kwargs)
 
-    packing = _packing_arguments(arguments) or _packing_kwargs.get()
+    packing = _packing_arguments(arguments)
+    if not packing:
+        # The model with the head stored these arguments, because it does not pass them on.
+        packing = _packing_kwargs.get()
 
     past_length = 0
     cache = arguments.get("past_key_values")
@@ -206,16 +214,20 @@ def build_mask_info(
     if attention_mask is not None:
         is_token = _padding_mask(attention_mask, num_keys)
 
+    # Packed documents are only supported in the first forward pass, when the KV cache is empty.
     segment_ids = None
     if past_length == 0:
         segment_ids = _packed_segment_ids(packing, batch_size, new_length)
     if is_token is not None:
         # Padding gets a segment id of its own, so that tokens do not attend to padding.
-        segment_ids = is_token.long() if segment_ids is None else torch.where(is_token, segment_ids, -1)
+        if segment_ids is None:
+            segment_ids = is_token.long()
+        else:
+            segment_ids = torch.where(is_token, segment_ids, -1)
 
     token_positions = None
     if is_token is not None and settings.skips_padding_in_distances and _has_padding_between_tokens(is_token):
-        token_positions = is_token.long().cumsum(1) - 1
+        token_positions = is_token.long().cumsum(1) - 1  # the number of tokens before each token
 
     return MaskInfo(
         settings,
@@ -245,11 +257,11 @@ def _padding_mask(attention_mask: Tensor, num_keys: int) -> Bool[Tensor, "batch 
 
 
 def _has_padding_between_tokens(is_token: Bool[Tensor, "batch keys"]) -> bool:
-    """Return whether padding stands between two tokens of a sequence, not only before or after all tokens."""
-    # A sequence without such padding has exactly one run of consecutive tokens.
+    """Return whether a sequence has padding between two of its tokens, and not only before or after all tokens."""
+    # A sequence without padding between tokens has only one group of consecutive tokens.
     starts_after_padding = is_token[:, 1:] & ~is_token[:, :-1]
-    num_token_runs = starts_after_padding.sum(1) + is_token[:, 0]
-    return bool((num_token_runs > 1).any())
+    num_token_groups = starts_after_padding.sum(1) + is_token[:, 0]
+    return bool((num_token_groups > 1).any())
 
 
 def _packed_segment_ids(

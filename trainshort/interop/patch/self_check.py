@@ -38,6 +38,7 @@ class SelfCheck:
     """
 
     def __init__(self, model: nn.Module, family: Family, body: Any) -> None:
+        # Tensors on the device "meta" have shapes, but no values.
         if any(weight.is_meta for weight in body.parameters()):
             raise InputError("Cannot patch a model on the device 'meta'. Load the weights of the model first.")
         self.body = body
@@ -59,10 +60,13 @@ class SelfCheck:
         self.max_difference = MAX_LOGIT_DIFFERENCE
         if embedding_weight.is_floating_point():
             rounding_error = torch.finfo(embedding_weight.dtype).eps
+            # The outputs contain the rounding errors of several operations.
             self.max_difference = max(MAX_LOGIT_DIFFERENCE, 8 * rounding_error)
 
     def run_unpatched(self) -> list[Float[Tensor, "length outputs"]]:
-        """Return the outputs of the unpatched model for each text. Known bugs of its class are corrected meanwhile.
+        """Return the outputs of the unpatched model for each text.
+
+        Known bugs of the transformers class are corrected while the model runs, because the patch corrects them too.
 
         Raises:
             InputError: If the model raises an exception.
@@ -86,18 +90,26 @@ class SelfCheck:
             InputError: If the difference is larger than rounding errors can explain.
         """
         differences = self._measure_differences(expected)
-        worst_case = max(differences, key=lambda case: _nan_to_infinity(differences[case]))
-        worst_difference = differences[worst_case]
+        worst_way = max(differences, key=lambda way: _nan_to_infinity(differences[way]))
+        worst_difference = differences[worst_way]
         if not worst_difference <= self.max_difference:  # This condition is also true for NaN.
             raise InputError(
                 f"Cannot patch this {original_class(self.model).__name__}: its outputs would change by "
-                f"{worst_difference:.1e} standard deviations ({worst_case}). At most {self.max_difference:.0e} is "
+                f"{worst_difference:.1e} standard deviations ({worst_way}). At most {self.max_difference:.0e} is "
                 "allowed. The model was not changed. This version of transformers may not be supported."
             )
         return worst_difference
 
     def _measure_differences(self, expected: list[Float[Tensor, "length outputs"]]) -> dict[str, float]:
-        """Return the difference of each way to run the texts, in standard deviations of the expected outputs."""
+        """Run the patched model in three ways and measure how much its outputs differ from the expected outputs.
+
+        Args:
+            expected: The outputs of the unpatched model for each text.
+
+        Returns:
+            A description of each way, and the root mean square difference in standard deviations of the expected
+            outputs.
+        """
         packed_texts = torch.cat(self.texts, dim=1)
         positions = torch.cat([torch.arange(text.shape[1]) for text in self.texts])
         position_ids = positions[None].to(self.tokens.device)
@@ -105,12 +117,13 @@ class SelfCheck:
         with self._evaluation_mode():
             padded = self._run(self.tokens, attention_mask=self.attention_mask)
             packed = self._run(packed_texts, position_ids=position_ids)
+            # Store all tokens of the first text but the last one in a KV cache. Then run the last token.
             prefill = self.model(self.tokens[:1, :-1], use_cache=True)
             decoded = self._run(self.tokens[:1, -1:], use_cache=True, past_key_values=prefill.past_key_values)
 
         all_expected = torch.cat(expected)
         without_padding = torch.cat([padded[0], padded[1, self.padding :]])
-        last_expected = expected[0][-1:]
+        last_expected = expected[0][-1:]  # the last token of the first text
         standard_deviation = float(all_expected.double().std())
         return {
             "with padding": _rms_difference(without_padding, all_expected) / standard_deviation,
@@ -126,7 +139,7 @@ class SelfCheck:
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
-        """Disable gradients and dropout. At the end, restore the training mode of each module."""
+        """Context manager: disable gradients and dropout. At the end, restore the training mode of each module."""
         training_modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
@@ -161,7 +174,7 @@ def _nan_to_infinity(value: float) -> float:
 
 @contextmanager
 def _fix_known_bugs(body: Any) -> Iterator[None]:
-    """Correct three known bugs of transformers while the unpatched model runs.
+    """Context manager: correct three known bugs of transformers while the unpatched model runs.
 
     - MPT ignores the setting `alibi_bias_max`.
     - Falcon adds the ALiBi bias twice with the attention implementation `eager`.
@@ -169,29 +182,31 @@ def _fix_known_bugs(body: Any) -> Iterator[None]:
     """
     config = body.config
     implementation = config._attn_implementation
-    modeling = sys.modules[original_class(body).__module__]
-    is_falcon = hasattr(body, "use_alibi")
-    falcon_build = getattr(modeling, "build_alibi_tensor", None)
+    # The Python module of transformers that defines the class of the model.
+    modeling_module = sys.modules[original_class(body).__module__]
+    is_falcon = hasattr(body, "use_alibi")  # Only Falcon has this attribute.
+    build_falcon_alibi = getattr(modeling_module, "build_alibi_tensor", None)
     try:
         if hasattr(body, "build_mpt_alibi_tensor"):
             max_bias = config.attn_config.alibi_bias_max
-            original_build = type(body).build_mpt_alibi_tensor
+            build_mpt_alibi = type(body).build_mpt_alibi_tensor
 
             def build_mpt_alibi_tensor(heads: int, length: int, _max_bias: Any = None, device: Any = None) -> Any:
-                return original_build(body, heads, length, max_bias, device)
+                """Build the ALiBi bias with the `alibi_bias_max` of the config instead of the argument."""
+                return build_mpt_alibi(body, heads, length, max_bias, device)
 
             vars(body)["build_mpt_alibi_tensor"] = build_mpt_alibi_tensor
         if is_falcon and implementation == "eager":
             config._attn_implementation = "sdpa"
-        if is_falcon and falcon_build is not None:
-            vars(modeling)["build_alibi_tensor"] = functools.partial(_build_unrounded_alibi, falcon_build)
+        if is_falcon and build_falcon_alibi is not None:
+            vars(modeling_module)["build_alibi_tensor"] = functools.partial(_build_unrounded_alibi, build_falcon_alibi)
         yield
     finally:
         vars(body).pop("build_mpt_alibi_tensor", None)
         if config._attn_implementation != implementation:
             config._attn_implementation = implementation
-        if is_falcon and falcon_build is not None:
-            vars(modeling)["build_alibi_tensor"] = falcon_build
+        if is_falcon and build_falcon_alibi is not None:
+            vars(modeling_module)["build_alibi_tensor"] = build_falcon_alibi
 
 
 def _build_unrounded_alibi(
