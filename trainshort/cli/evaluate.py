@@ -38,7 +38,7 @@ class TextCommand:
     """Compute on this device: cpu, cuda, cuda:1 and so on (default: cuda if available)"""
     out: Path | None = None
     """Write the results to this folder (default: the run folder, or runs/NAME for Hugging Face models)"""
-    again: bool = False
+    overwrite: bool = False
     """Measure again, even if results for the same model, text and settings exist"""
 
     supports_encoders: ClassVar[bool] = False
@@ -91,7 +91,7 @@ class Evaluate(TextCommand):
     """Change the ALiBi slopes: interpolate, ntk=4, clamp=512, max_bias=16 or window=512"""
     rotary: str | None = None
     """Change the rotary positions: linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256"""
-    scores: str | None = None
+    attention_scale: str | None = None
     """Multiply the attention scores by this factor, such as 1.2"""
     memory: float | None = None
     """Use at most this many gigabytes; longer lengths are reported as out of memory (default: the free memory)"""
@@ -109,7 +109,7 @@ class Evaluate(TextCommand):
         check_minimum(1, batch_tokens=self.batch_tokens)
         if self.memory is not None and not self.memory > 0:
             raise InputError(f"--memory must be above 0, got {self.memory}.")
-        override = Override.from_options(self.slopes, self.rotary, self.scores)
+        override = Override.from_options(self.slopes, self.rotary, self.attention_scale)
         target = self.open_target()
 
         # Reading the text can take long, so check early that the model supports the override.
@@ -125,7 +125,7 @@ class Evaluate(TextCommand):
             text,
             plan,
             precision=self.precision,
-            again=self.again,
+            again=self.overwrite,
             dry_run=self.dry_run,
             console=new_console(),
         )
@@ -202,4 +202,4 @@ class Analyze(TextCommand):
             self.batch_tokens,
             self.methods,
         )
-        analyze(context, text, self.only, new_console(), self.again)
+        analyze(context, text, self.only, new_console(), self.overwrite)

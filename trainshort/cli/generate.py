@@ -54,7 +54,7 @@ class Generate:
     """Change the ALiBi slopes: interpolate, ntk=4, clamp=512, max_bias=16 or window=512"""
     rotary: str | None = None
     """Change the rotary positions: linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256"""
-    scores: str | None = None
+    attention_scale: str | None = None
     """Multiply the attention scores by this factor, such as 1.2"""
     settings: Any = None
     """The settings of GenerateConfig that the user gave, as a dictionary. The other settings have their defaults."""
@@ -79,7 +79,7 @@ class Generate:
         reject_foreign_export(self.run_folder)
         self._check_folder_exists()
         GenerateConfig.parse(self.settings)  # Invalid settings are reported before the model is loaded.
-        override = Override.from_options(self.slopes, self.rotary, self.scores)
+        override = Override.from_options(self.slopes, self.rotary, self.attention_scale)
 
         if is_hugging_face(self.run_folder):
             loaded = self._load_hugging_face()

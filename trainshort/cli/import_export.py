@@ -184,21 +184,21 @@ class Harness:
 
     Examples:
       trainshort harness runs/demo-alibi --tasks lambada_openai arc_easy --limit 200
-      trainshort harness runs/demo-alibi --tasks book --include tasks/
-      trainshort harness exported/hf --tasks book --include tasks/ --length 1024
+      trainshort harness runs/demo-alibi --tasks book --include-path tasks/
+      trainshort harness exported/hf --tasks book --include-path tasks/ --length 1024
     """
 
     target: Annotated[str, Arg(metavar="RUN", positional=True)]
     """Evaluate this run folder, checkpoint, Hugging Face folder or model on the hub"""
     tasks: Annotated[tuple[str, ...], Arg(comma_separated=True)]
     """Run these tasks, by their names in lm_eval"""
-    include: Annotated[Path | None, Arg(metavar="FOLDER")] = None
+    include_path: Annotated[Path | None, Arg(metavar="FOLDER")] = None
     """Read your own task definitions from this folder"""
     length: int | None = None
     """Read this many tokens at once (default: the training length)"""
     limit: int | None = None
     """Use this many samples of each task (default: all)"""
-    shots: int | None = None
+    num_fewshot: int | None = None
     """Show this many examples before each question (default: the number of the task)"""
     batch: int = 8
     """Read this many sequences at once"""
@@ -210,9 +210,11 @@ class Harness:
         from trainshort.utils.io import check_folder_writable
 
         check_minimum(1, length=self.length, limit=self.limit, batch=self.batch)
-        check_minimum(0, shots=self.shots)
-        if self.include is not None and not self.include.is_dir():
-            raise InputError(f"Invalid --include: expected a folder of task definitions (YAML), got {self.include}.")
+        check_minimum(0, num_fewshot=self.num_fewshot)
+        if self.include_path is not None and not self.include_path.is_dir():
+            raise InputError(
+                f"Invalid --include-path: expected a folder of task definitions (YAML), got {self.include_path}."
+            )
         if self.out is not None:
             check_folder_writable(self.out)
         # Import torch only after the checks above.
@@ -225,7 +227,7 @@ class Harness:
         target = open_target(self.target, device=pick_device(None))
         if self.out is not None:
             target.folder = self.out
-        request = HarnessRequest(self.tasks, self.include, self.length, self.limit, self.shots, self.batch)
+        request = HarnessRequest(self.tasks, self.include_path, self.length, self.limit, self.num_fewshot, self.batch)
         result = evaluate_tasks(target, request)
         path = save(result, target)
 
