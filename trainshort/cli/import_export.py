@@ -49,7 +49,12 @@ class Import:
         from trainshort.interop.import_model import ImportRequest, import_model
 
         check_minimum(1, trained_at=self.trained_at)
-        request = ImportRequest(self.source, self.dictionary, self.tokenizer, self.trained_at)
+        request = ImportRequest(
+            source=self.source,
+            dictionary=self.dictionary,
+            tokenizer=self.tokenizer,
+            training_length=self.trained_at,
+        )
         import_model(request, self.out)
         print_line(f'Imported to {self.out}. Try: trainshort generate {self.out} "Once upon a time"')
 
@@ -170,8 +175,11 @@ class Doctor:
         from trainshort.interop.doctor import doctor
 
         findings = doctor(self.model)
-        text = findings.to_json() if self.json else escape_control_characters(str(findings))
-        print(text)
+        if self.json:
+            print(findings.to_json())
+        else:
+            # The names in a model folder could contain control characters of the terminal.
+            print(escape_control_characters(str(findings)))
         return 0 if findings.ok else 1
 
 
@@ -227,7 +235,14 @@ class Harness:
         target = open_target(self.target, device=pick_device(None))
         if self.out is not None:
             target.folder = self.out
-        request = HarnessRequest(self.tasks, self.include_path, self.length, self.limit, self.num_fewshot, self.batch)
+        request = HarnessRequest(
+            tasks=self.tasks,
+            include_path=self.include_path,
+            length=self.length,
+            limit=self.limit,
+            num_fewshot=self.num_fewshot,
+            batch_size=self.batch,
+        )
         result = evaluate_tasks(target, request)
         path = save(result, target)
 
@@ -326,18 +341,20 @@ class Convert:
         stop_request = StopRequest(last=True)
         converted = RunTarget(self.out)
         text = open_text(converted, (), "valid", self.max_tokens)
-        recovery = ConversionEvaluator(self.out, text, config.train.length)
+        evaluator = ConversionEvaluator(self.out, text, config.train.length)
 
+        # The model is measured at three stages: before the conversion, after the conversion ("surgery"), and after the
+        # training. The training happens right before the last measurement.
         model_by_stage = {"before": original_model, "surgery": str(self.out), "trained": str(self.out)}
         for stage, model_path in model_by_stage.items():
             if stage == "trained":
                 train(config, self.out, resume=True, quiet=self.quiet, stop=stop_request)
             if not self.quiet:
-                print_status(f"Measuring the model {STAGES[stage]}, at {len(recovery.plan.lengths)} lengths.")
-            recovery.measure(stage, model_path, converted.bos)
+                print_status(f"Measuring the model {STAGES[stage]}, at {len(evaluator.plan.lengths)} lengths.")
+            evaluator.measure(stage, model_path, converted.bos)
 
-        written_paths = recovery.finish()
-        new_console().print(recovery.table())
+        written_paths = evaluator.finish()
+        new_console().print(evaluator.table())
         print_line("Written: " + ", ".join(str(path) for path in written_paths))
 
     def _prepare_run_folder(self) -> tuple[str, RunConfig]:
@@ -368,8 +385,8 @@ class Convert:
             check_same_conversion(self.out, self.source)
 
         request = ImportRequest(self.source, tokenizer=self.tokenizer, training_length=self.length)
-        source = open_conversion_source(request)
-        model = source.source.weight_map.model
+        conversion_source = open_conversion_source(request)
+        model = conversion_source.source.weight_map.model  # The description of the converted model.
         length = self.length or model.training_length
         if length is None:
             raise InputError(f"The training length of {self.source} is unknown. Set it with --length.")
@@ -380,11 +397,11 @@ class Convert:
         )
         config = apply_settings(base, self.settings)
         if not RunFolder(self.out).config.exists():
-            convert(source, request, config, self.out)
+            convert(conversion_source, request, config, self.out)
             self._check_training_text(config)
         for note in model.notes:
             print_status(note[0].upper() + note[1:] + ".")
-        return source.before, config
+        return conversion_source.before, config
 
     def _check_training_text(self, config: RunConfig) -> None:
         """Tokenize the training text with the tokenizer in the new run folder, and check that the text is long enough.

@@ -108,7 +108,8 @@ def save(run: Path, data: CheckpointData, world: World) -> Path:
         return folder
     partial = checkpoint_files.partial_path(folder)
     hint = "Earlier checkpoints are intact. Free some disk space, then continue with --resume."
-    report_os_errors = translate_os_errors("save", folder, hint)  # used as a decorator of the steps below
+    # `report_os_errors(function)` returns a function that raises InputError with this hint instead of OSError.
+    report_os_errors = translate_os_errors("save", folder, hint)
     try:
         world.run_on_main(report_os_errors(lambda: _create_partial_folder(partial, data)))
         world.run_on_all_ranks(report_os_errors(lambda: _write_parts(partial, data, world)))
