@@ -192,9 +192,11 @@ def run_command(command: type[Any], words: list[str]) -> int:
     from trainshort.cli.parser import read_command  # `trainshort --help` does not need this import.
 
     words = load_plugin_arguments(words)
-    # A command with a method `parse` has options besides the fields of its class.
-    has_own_parser = hasattr(command, "parse")
-    parsed_command = command.parse(words) if has_own_parser else read_command(command, words)
+    # A command whose options are not only the fields of its class has its own method `parse`.
+    if hasattr(command, "parse"):
+        parsed_command = command.parse(words)
+    else:
+        parsed_command = read_command(command, words)
     require_package("rich", "The command line", "trainshort[train]")
     exit_code = parsed_command.run()
     return exit_code or 0  # A command without a return value was successful.

@@ -318,8 +318,10 @@ def build_queries(scale: Scale, protocol: EvalProtocol) -> list[Query]:
         protocol: How the paper evaluates the model. The length of the protocol is not part of the result.
 
     Returns:
-        One evaluation for windows without overlap. Two evaluations for a sliding window: with the sliding window, and
-        without overlap on the same text. The difference between the two shows the effect of tokens with little context.
+        For windows without overlap, the result is one evaluation.
+
+        For a sliding window, the result is two evaluations of the same text: the first one with the sliding window, the
+        second one without overlap. Their difference shows the effect of tokens that have little context.
     """
     stride = scale.scale_stride(protocol.stride)
     split = protocol.split or scale.default_split

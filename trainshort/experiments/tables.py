@@ -46,6 +46,8 @@ def register_experiment(name: str, title: str, **settings: Any) -> Callable[[Cel
     """
 
     def register(make_cells: CellFunction) -> CellFunction:
+        """Register an experiment with the cells that `make_cells` yields. The cells are created later."""
+
         def make_experiment() -> Experiment:
             return Experiment(name, title, tuple(make_cells()), **settings)
 

@@ -40,8 +40,10 @@ class SourceFiles:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.links: dict[Path, str] = {}
-        for old_copy in make_folder(out / DATA_FOLDER).glob("[0-9][0-9][0-9]-*.json"):
+        self.links: dict[Path, str] = {}  # The link to the copy of each file that was copied.
+        data_folder = make_folder(out / DATA_FOLDER)
+        # The name of a copy starts with a number, such as "003-alibi-128-valid.json".
+        for old_copy in data_folder.glob("[0-9][0-9][0-9]-*.json"):
             old_copy.unlink()
 
     def link(self, path: Path) -> str:
@@ -479,8 +481,9 @@ def _has_enough_points(series: Sequence[Series], kind: str) -> bool:
         return len(series) >= MIN_POINTS
     counts = [len(line.y) for line in series]
     has_long_line = max(counts, default=0) >= MIN_POINTS
-    has_other_points = sum(counts) >= 2 * MIN_POINTS - 1
-    return has_long_line and has_other_points
+    # Besides a line with `MIN_POINTS` points, there must be at least two more points.
+    min_total = MIN_POINTS + 2
+    return has_long_line and sum(counts) >= min_total
 
 
 def _format_names(series: Sequence[Series]) -> str:

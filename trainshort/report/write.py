@@ -126,9 +126,10 @@ def _make_tables_record(collection: Collection, tables: list[Table]) -> dict[str
     The tables in the documentation are generated from this file.
     """
     provenances = [stored.evaluation.provenance for run in collection.runs.values() for stored in run.evaluations]
+    seeds = {run.config.train.seed for run in collection.runs.values()}
     return {
         "format": 2,
-        "seeds": len({run.config.train.seed for run in collection.runs.values()}),
+        "seeds": len(seeds),
         "tables": [_make_table_record(table) for table in tables],
         "provenance": provenances[-1] if provenances else {},
     }

@@ -138,7 +138,12 @@ def _compute_digests_of_rank(partial: Path, world: World) -> checkpoint_files.Di
     """Flush a share of the files to the disk, and return their sizes and hashes.
 
     The ranks share the files: with two ranks, each rank processes every second file.
+
+    Args:
+        partial: The partial folder of the checkpoint.
+        world: The ranks that train together.
     """
+    # Rank 0 takes the files 0, size, 2 * size and so on. Rank 1 takes the files 1, 1 + size and so on.
     names_of_rank = checkpoint_files.list_files(partial)[world.rank :: world.size]
     digests = {}
     for name in names_of_rank:

@@ -244,6 +244,7 @@ def read_costs(root: Path) -> dict[str, Any]:
     """
 
     def parse_entries(values: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries in the content of the cost file. A file of another format has no usable entries."""
         if values["format"] != COST_FORMAT:
             return {}
         return dict(values["entries"])

@@ -163,6 +163,7 @@ def _measure_peak_memories(configs: dict[str, RunConfig], device: str) -> dict[s
     """
 
     def measure_once(config: RunConfig) -> int | None:
+        """Return the peak memory of training in bytes, or None if the device does not report its memory."""
         result = run_in_subprocess(
             "trainshort.evaluate.step_cost", config=config.model_dump(mode="json"), device=device
         )

@@ -295,7 +295,8 @@ def fraction_done(jobs: Sequence[Job], root: Path) -> float:
 
         missing: set[tuple[Query, int]] = set()
         for evaluation in find_missing_evaluations(folder, job):
-            missing.update((evaluation.query, length) for length in evaluation.lengths)
+            for length in evaluation.lengths:
+                missing.add((evaluation.query, length))
         for query, lengths in job.eval_lengths.items():
             for length in lengths:
                 stride = query.stride or length
@@ -457,12 +458,14 @@ def _show_progress(jobs: list[Job], root: Path, console: Console) -> Iterator[Ca
     finished_count = 0
 
     def update_meter() -> None:
+        """Update the progress bar once per second until the block has ended. This function runs in a thread."""
         # `wait` returns False after one second, and True as soon as the block has ended.
         while not stop_event.wait(1.0):
             progress = fraction_done(jobs, root)
             meter.advance(progress - meter.done, f"{finished_count} of {len(jobs)} models")
 
     def on_done(name: str) -> None:
+        """Count a finished job and print its name."""
         nonlocal finished_count
         finished_count += 1
         console.print(f"{name} is done ({finished_count} of {len(jobs)}).", highlight=False)
