@@ -112,9 +112,9 @@ def test_scored_lengths_are_kept(fresh_run: Path, capsys):
     assert second.rows[:2] == first.rows, "the first results did not change, not even their time"
     assert "1 of 2 lengths" in capsys.readouterr().err
 
-    evaluate(fresh_run, "--lengths", "16", "--again")
+    evaluate(fresh_run, "--lengths", "16", "--overwrite")
     (third,) = evaluations(fresh_run)
-    assert [row.length for row in third.rows] == [16], "--again starts a new result file"
+    assert [row.length for row in third.rows] == [16], "--overwrite starts a new result file"
     assert third.rows[0].nll == first.rows[0].nll
 
 

@@ -125,7 +125,12 @@ def test_computed_slopes_are_overridden_like_stored_slopes(text):
 
 @pytest.mark.parametrize(
     ("position", "option", "text"),
-    [("rotary", "rotary", "yarn=4"), ("rotary", "rotary", "linear=2"), ("fox", "scores", "1.5"), ("t5", "scores", "2")],
+    [
+        ("rotary", "rotary", "yarn=4"),
+        ("rotary", "rotary", "linear=2"),
+        ("fox", "attention-scale", "1.5"),
+        ("t5", "attention-scale", "2"),
+    ],
 )
 def test_model_is_restored_after_override(position, option, text):
     model = tiny_model(position)
@@ -139,7 +144,7 @@ def test_model_is_restored_after_override(position, option, text):
 def test_factor_of_scores_equals_factor_of_queries():
     model = tiny_model("none")
     tokens = torch.randint(32, (1, 20))
-    with apply_override(model, Override.parse("scores", "1.5"), 16, 20):
+    with apply_override(model, Override.parse("attention-scale", "1.5"), 16, 20):
         logits = model(tokens)
     with torch.no_grad():
         for layer in model.layers:
@@ -157,10 +162,10 @@ def test_factor_of_scores_equals_factor_of_queries():
         ("rotary", "yarn"),
         ("slopes", "clamp=1.5"),
         ("slopes", "ntk=nan"),
-        ("scores", "0"),
-        ("scores", "-1"),
-        ("scores", "inf"),
-        ("scores", "nan"),
+        ("attention-scale", "0"),
+        ("attention-scale", "-1"),
+        ("attention-scale", "inf"),
+        ("attention-scale", "nan"),
     ],
 )
 def test_invalid_value_is_rejected(option, text):
@@ -177,8 +182,8 @@ def test_impossible_overrides_are_rejected(tmp_path, capsys):
     assert "--rotary" in message
     assert "position='alibi'" in message
 
-    assert run_command("evaluate", str(run), "--lengths", "32", "--slopes", "ntk=2", "--scores", "2") == 2
-    assert "--slopes and --scores" in capsys.readouterr().err
+    assert run_command("evaluate", str(run), "--lengths", "32", "--slopes", "ntk=2", "--attention-scale", "2") == 2
+    assert "--slopes and --attention-scale" in capsys.readouterr().err
 
     assert run_command("generate", str(run), "the cat", "--endless", "--slopes", "ntk=2") == 2
     assert "--slopes" in capsys.readouterr().err

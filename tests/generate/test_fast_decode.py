@@ -254,7 +254,7 @@ def test_certificates_are_equal_if_ring_buffers_grow_while_decoding(position, ch
     assert compiled_cache.certificate.mass == pytest.approx(torch_cache.certificate.mass, rel=1e-3)
 
 
-@pytest.mark.parametrize(("option", "text"), [("slopes", "window=4"), ("slopes", "ntk=4"), ("scores", "1.7")])
+@pytest.mark.parametrize(("option", "text"), [("slopes", "window=4"), ("slopes", "ntk=4"), ("attention-scale", "1.7")])
 @pytest.mark.parametrize("mode", ["full", "bounded"])
 def test_overrides_of_a_trained_model_take_effect(option, text, mode):
     model = make_model()

@@ -100,7 +100,7 @@ def test_overrides_of_a_hugging_face_folder(model_type, tmp_path, capsys, monkey
     (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog did not " * 10)
 
     evaluate = ["evaluate", "model", "--data", "text.txt", "--lengths", "1x", "2x", "--max-tokens", "256"]
-    for option, value in (("--slopes", "ntk=2"), ("--rotary", "yarn=2"), ("--scores", "1.2")):
+    for option, value in (("--slopes", "ntk=2"), ("--rotary", "yarn=2"), ("--attention-scale", "1.2")):
         assert run_command(*evaluate, option, value) == 2
         assert option in capsys.readouterr().err
 

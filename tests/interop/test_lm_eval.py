@@ -90,7 +90,7 @@ def test_rolling_log_likelihood_equals_evaluate(capsys):
         "hf-mpt": ["--out", "hf-mpt-results", "--length", str(LENGTH)],
     }
     for model, options in options_of_model.items():
-        assert run_command(["harness", model, "--tasks", "book", "--include", "tasks", *options]) == 0
+        assert run_command(["harness", model, "--tasks", "book", "--include-path", "tasks", *options]) == 0
         result_folder = Path("run") if model == "run" else Path(f"{model}-results")
         stored = read_with_checksum(result_folder / "harness" / "book.json")
         bits_per_byte = stored["results"]["book"]["bits_per_byte,none"]
@@ -102,7 +102,7 @@ def test_rolling_log_likelihood_equals_evaluate(capsys):
 
 
 def test_choice_and_generation_tasks():
-    assert run_command(["harness", "run", "--tasks", "choice,write", "--include", "tasks", "--limit", "2"]) == 0
+    assert run_command(["harness", "run", "--tasks", "choice,write", "--include-path", "tasks", "--limit", "2"]) == 0
     stored = read_with_checksum(Path("run/harness/choice-write.json"))
     assert stored["results"]["choice"]["acc,none"] in (0, 0.5, 1)
     assert "exact_match,none" in stored["results"]["write"]
@@ -110,21 +110,21 @@ def test_choice_and_generation_tasks():
 
 
 def test_invalid_options_are_rejected():
-    with pytest.raises(InputError, match="--include"):
-        run_command(["harness", "run", "--tasks", "book", "--include", "nowhere"])
+    with pytest.raises(InputError, match="--include-path"):
+        run_command(["harness", "run", "--tasks", "book", "--include-path", "nowhere"])
     with pytest.raises(InputError, match="--limit must be at least 1, got 0"):
         run_command(["harness", "run", "--tasks", "book", "--limit", "0"])
     with pytest.raises(InputError, match="--tasks"):
         run_command(["harness", "run", "--tasks"])
     with pytest.raises(InputError, match="There is no run"):
-        run_command(["harness", "runs/none", "--tasks", "book", "--include", "tasks"])
+        run_command(["harness", "runs/none", "--tasks", "book", "--include-path", "tasks"])
     assert not Path("run/harness").exists()
 
 
 def test_export_for_another_program_is_rejected():
     export(Path("run"), "ctranslate2", Path("ct2"))
     commands = (
-        ["harness", "ct2", "--tasks", "book", "--include", "tasks"],
+        ["harness", "ct2", "--tasks", "book", "--include-path", "tasks"],
         ["evaluate", "ct2", "--data", "book.txt"],
         ["generate", "ct2", "x"],
         ["import", "ct2", "--out", "y"],
@@ -139,10 +139,10 @@ def test_invalid_tasks_are_rejected():
     definition = definition.replace("text}", "story}").replace("task: write", "task: unknown-field")
     Path("tasks/unknown-field.yaml").write_text(definition)
     with pytest.raises(InputError, match=r"^lm-evaluation-harness cannot run unknown-field: UndefinedError"):
-        run_command(["harness", "run", "--tasks", "unknown-field", "--include", "tasks"])
+        run_command(["harness", "run", "--tasks", "unknown-field", "--include-path", "tasks"])
     Path("short.json").unlink()
     with pytest.raises(InputError, match=r"^lm-evaluation-harness cannot run write"):
-        run_command(["harness", "run", "--tasks", "write", "--include", "tasks"])
+        run_command(["harness", "run", "--tasks", "write", "--include-path", "tasks"])
     assert not Path("run/harness").exists()
 
 
@@ -156,4 +156,4 @@ def test_missing_package_is_reported(monkeypatch):
 def test_unknown_task_is_rejected():
     """The test is slow, because the harness reads all of its own task definitions."""
     with pytest.raises(InputError, match=r"^lm-evaluation-harness cannot run lambada_opena:"):
-        run_command(["harness", "run", "--tasks", "lambada_opena", "--include", "tasks"])
+        run_command(["harness", "run", "--tasks", "lambada_opena", "--include-path", "tasks"])

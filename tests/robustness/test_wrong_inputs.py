@@ -269,8 +269,8 @@ WRONG_INPUTS = [
     ("convert empty --to alibi --out runs/new --corpus text.txt", ["'empty'"]),
     # harness
     (f"harness {RUN}", ["--tasks"]),
-    (f"harness {RUN} --tasks boook --include nowhere", ["--include", "nowhere"]),
-    (f"harness {RUN} --tasks boook --include text.txt --out new", ["--include", "text.txt"]),
+    (f"harness {RUN} --tasks boook --include-path nowhere", ["--include-path", "nowhere"]),
+    (f"harness {RUN} --tasks boook --include-path text.txt --out new", ["--include-path", "text.txt"]),
     (f"harness {RUN} --tasks boook --limit 0", ["--limit", "0"]),
     (f"harness {RUN} --tasks ,", ["--tasks", "','"]),
     ("harness runs/tinny --tasks wikitext", ["'runs/tinny'"]),

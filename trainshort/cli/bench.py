@@ -22,16 +22,24 @@ class Bench:
       trainshort bench --quick
     """
 
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # The arguments after the name of the command.
     module: ClassVar[str] = "benchmarks"
 
     @classmethod
     def parse(cls, words: list[str]) -> Self:
-        """Store the command line. The program of the checkout parses the options."""
+        """Create the command without parsing its arguments. `run` passes the arguments to the program in the checkout.
+
+        Args:
+            words: The arguments after the name of the command.
+        """
         return cls(tuple(words))
 
     def run(self) -> int:
-        """Run the program in a subprocess and return its exit code."""
+        """Run the benchmark program in a subprocess and return its exit code.
+
+        Raises:
+            InputError: If the current folder is not a source checkout. `--help` works in every folder.
+        """
         is_checkout = Path("benchmarks/__main__.py").is_file() and Path("trainshort/__init__.py").is_file()
         if is_checkout:
             process = subprocess.run([sys.executable, "-m", self.module, *self.words])

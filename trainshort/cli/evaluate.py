@@ -38,7 +38,7 @@ class TextCommand:
     """Compute on this device: cpu, cuda, cuda:1 and so on (default: cuda if available)"""
     out: Path | None = None
     """Write the results to this folder (default: the run folder, or runs/NAME for Hugging Face models)"""
-    again: bool = False
+    overwrite: bool = False
     """Measure again, even if results for the same model, text and settings exist"""
 
     supports_encoders: ClassVar[bool] = False
@@ -91,7 +91,7 @@ class Evaluate(TextCommand):
     """Change the ALiBi slopes: interpolate, ntk=4, clamp=512, max_bias=16 or window=512"""
     rotary: str | None = None
     """Change the rotary positions: linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256"""
-    scores: str | None = None
+    attention_scale: str | None = None
     """Multiply the attention scores by this factor, such as 1.2"""
     memory: float | None = None
     """Use at most this many gigabytes; longer lengths are reported as out of memory (default: the free memory)"""
@@ -109,23 +109,31 @@ class Evaluate(TextCommand):
         check_minimum(1, batch_tokens=self.batch_tokens)
         if self.memory is not None and not self.memory > 0:
             raise InputError(f"--memory must be above 0, got {self.memory}.")
-        override = Override.from_options(self.slopes, self.rotary, self.scores)
+        override = Override.from_options(self.slopes, self.rotary, self.attention_scale)
         target = self.open_target()
 
-        # Reading the text can take long, so check early that the model supports the override.
+        # Reading the text can take long, so this check comes first. `for_length` applies the override to the model, and
+        # raises InputError if the model does not support the override.
         if override is not None and target.kind == "huggingface":
             with target.for_length(override, target.trained_at or 1):
                 pass
 
         text = open_text(target, self.data, self.split, self.max_tokens)
         lengths = read_lengths(self.lengths, target.trained_at, len(text.tokens))
-        plan = Sweep(text.tokens, lengths, self.stride, override, self.batch_tokens, self.memory)
+        plan = Sweep(
+            tokens=text.tokens,
+            lengths=lengths,
+            stride=self.stride,
+            override=override,
+            batch_tokens=self.batch_tokens,
+            max_gigabytes=self.memory,
+        )
         evaluate(
             target,
             text,
             plan,
             precision=self.precision,
-            again=self.again,
+            again=self.overwrite,
             dry_run=self.dry_run,
             console=new_console(),
         )
@@ -164,7 +172,7 @@ class Analyze(TextCommand):
     max_tokens: int | None = 32_768
     """Use this many tokens of the text"""
     methods: Annotated[tuple[str, ...], Arg(comma_separated=True)] = ()
-    """Measure the cost of these position methods (default: the four of the paper and the method of the run)"""
+    """Measure the cost of these position methods (default: the four methods of the paper and the method of the run)"""
     seed: int = 0
     """Set the seed of shuffles and random samples"""
 
@@ -193,13 +201,13 @@ class Analyze(TextCommand):
         if self.lengths:
             lengths = tuple(read_lengths(self.lengths, target.trained_at, len(text.tokens)))
         context = AnalysisContext(
-            target,
-            text.tokens,
-            target.trained_at,
-            lengths,
-            self.samples,
-            self.seed,
-            self.batch_tokens,
-            self.methods,
+            target=target,
+            tokens=text.tokens,
+            trained_at=target.trained_at,
+            lengths=lengths,
+            samples=self.samples,
+            seed=self.seed,
+            batch_tokens=self.batch_tokens,
+            methods=self.methods,
         )
-        analyze(context, text, self.only, new_console(), self.again)
+        analyze(context, text, self.only, new_console(), again=self.overwrite)

@@ -54,7 +54,7 @@ class Generate:
     """Change the ALiBi slopes: interpolate, ntk=4, clamp=512, max_bias=16 or window=512"""
     rotary: str | None = None
     """Change the rotary positions: linear=4, ntk=4, dynamic=1, yarn=4 or blocks=256"""
-    scores: str | None = None
+    attention_scale: str | None = None
     """Multiply the attention scores by this factor, such as 1.2"""
     settings: Any = None
     """The settings of GenerateConfig that the user gave, as a dictionary. The other settings have their defaults."""
@@ -79,7 +79,7 @@ class Generate:
         reject_foreign_export(self.run_folder)
         self._check_folder_exists()
         GenerateConfig.parse(self.settings)  # Invalid settings are reported before the model is loaded.
-        override = Override.from_options(self.slopes, self.rotary, self.scores)
+        override = Override.from_options(self.slopes, self.rotary, self.attention_scale)
 
         if is_hugging_face(self.run_folder):
             loaded = self._load_hugging_face()
@@ -173,9 +173,10 @@ class Generate:
 
         checkpoint = find_checkpoint(self.run_folder)
         config = load_config(self.run_folder / "config.json")
-        is_checkpoint_path = checkpoint == self.run_folder
-        # A checkpoint has the path RUN/checkpoints/step-000000200.
-        run = self.run_folder.resolve().parent.parent if is_checkpoint_path else self.run_folder
+        run = self.run_folder
+        if checkpoint == self.run_folder:
+            # The user gave the path of a checkpoint, such as RUN/checkpoints/step-000000200.
+            run = self.run_folder.resolve().parent.parent
         tokenizer = self._load_tokenizer(run)
         training_length = config.train.length
 
@@ -187,7 +188,9 @@ class Generate:
             )
             evaluated_length = EvaluatedLength(training_length, warning)
         else:
+            # The longest length at which the model was no worse than at its training length.
             no_worse = summary["no_worse"]
+            # "open" is true if all evaluated lengths were good, so the model may be good at longer lengths, too.
             if no_worse["open"]:
                 beyond = "longer lengths were not evaluated"
             else:
@@ -235,7 +238,10 @@ class Generate:
             raise InputError(
                 "The prompt is empty. Give a text to continue, --prompt-file FILE, or - for standard input."
             )
-        return [prompt for prompt in prompts for _ in range(self.samples)]
+        prompts_of_samples = []
+        for prompt in prompts:
+            prompts_of_samples += [prompt] * self.samples
+        return prompts_of_samples
 
     def _make_stream(self, loaded: "LoadedModel", settings: dict[str, Any], prompts: list[str]) -> "TokenStream":
         """Create the token stream, which generates one sample for each prompt.
@@ -251,14 +257,20 @@ class Generate:
         for prompt in prompts:
             stream.add(prompt)
         if self.interactive and not prompts:
-            stream.begin()
+            stream.begin()  # Start with an empty text. The user types the first line.
         return stream
 
     def _settings_for(self, model: "TransformerLM") -> dict[str, Any]:
         """Return the settings that the user gave, together with the settings that `--endless` implies.
 
+        With `--endless`, the default mode is "bounded". This mode limits the memory: keys are removed from the cache
+        if their softmax mass is proven to be small. Only some position methods have such a proof.
+
+        Args:
+            model: The loaded model.
+
         Raises:
-            InputError: If `--endless` needs bounded memory and the model does not support it.
+            InputError: If `--endless` is used without `--mode`, and the model does not support the mode "bounded".
         """
         if not self.endless:
             return self.settings

@@ -49,7 +49,12 @@ class Import:
         from trainshort.interop.import_model import ImportRequest, import_model
 
         check_minimum(1, trained_at=self.trained_at)
-        request = ImportRequest(self.source, self.dictionary, self.tokenizer, self.trained_at)
+        request = ImportRequest(
+            source=self.source,
+            dictionary=self.dictionary,
+            tokenizer=self.tokenizer,
+            training_length=self.trained_at,
+        )
         import_model(request, self.out)
         print_line(f'Imported to {self.out}. Try: trainshort generate {self.out} "Once upon a time"')
 
@@ -170,8 +175,11 @@ class Doctor:
         from trainshort.interop.doctor import doctor
 
         findings = doctor(self.model)
-        text = findings.to_json() if self.json else escape_control_characters(str(findings))
-        print(text)
+        if self.json:
+            print(findings.to_json())
+        else:
+            # The names in a model folder could contain control characters of the terminal.
+            print(escape_control_characters(str(findings)))
         return 0 if findings.ok else 1
 
 
@@ -184,21 +192,21 @@ class Harness:
 
     Examples:
       trainshort harness runs/demo-alibi --tasks lambada_openai arc_easy --limit 200
-      trainshort harness runs/demo-alibi --tasks book --include tasks/
-      trainshort harness exported/hf --tasks book --include tasks/ --length 1024
+      trainshort harness runs/demo-alibi --tasks book --include-path tasks/
+      trainshort harness exported/hf --tasks book --include-path tasks/ --length 1024
     """
 
     target: Annotated[str, Arg(metavar="RUN", positional=True)]
     """Evaluate this run folder, checkpoint, Hugging Face folder or model on the hub"""
     tasks: Annotated[tuple[str, ...], Arg(comma_separated=True)]
     """Run these tasks, by their names in lm_eval"""
-    include: Annotated[Path | None, Arg(metavar="FOLDER")] = None
+    include_path: Annotated[Path | None, Arg(metavar="FOLDER")] = None
     """Read your own task definitions from this folder"""
     length: int | None = None
     """Read this many tokens at once (default: the training length)"""
     limit: int | None = None
     """Use this many samples of each task (default: all)"""
-    shots: int | None = None
+    num_fewshot: int | None = None
     """Show this many examples before each question (default: the number of the task)"""
     batch: int = 8
     """Read this many sequences at once"""
@@ -210,9 +218,11 @@ class Harness:
         from trainshort.utils.io import check_folder_writable
 
         check_minimum(1, length=self.length, limit=self.limit, batch=self.batch)
-        check_minimum(0, shots=self.shots)
-        if self.include is not None and not self.include.is_dir():
-            raise InputError(f"Invalid --include: expected a folder of task definitions (YAML), got {self.include}.")
+        check_minimum(0, num_fewshot=self.num_fewshot)
+        if self.include_path is not None and not self.include_path.is_dir():
+            raise InputError(
+                f"Invalid --include-path: expected a folder of task definitions (YAML), got {self.include_path}."
+            )
         if self.out is not None:
             check_folder_writable(self.out)
         # Import torch only after the checks above.
@@ -225,7 +235,14 @@ class Harness:
         target = open_target(self.target, device=pick_device(None))
         if self.out is not None:
             target.folder = self.out
-        request = HarnessRequest(self.tasks, self.include, self.length, self.limit, self.shots, self.batch)
+        request = HarnessRequest(
+            tasks=self.tasks,
+            include_path=self.include_path,
+            length=self.length,
+            limit=self.limit,
+            num_fewshot=self.num_fewshot,
+            batch_size=self.batch,
+        )
         result = evaluate_tasks(target, request)
         path = save(result, target)
 
@@ -324,18 +341,20 @@ class Convert:
         stop_request = StopRequest(last=True)
         converted = RunTarget(self.out)
         text = open_text(converted, (), "valid", self.max_tokens)
-        recovery = ConversionEvaluator(self.out, text, config.train.length)
+        evaluator = ConversionEvaluator(self.out, text, config.train.length)
 
+        # The model is measured at three stages: before the conversion, after the conversion ("surgery"), and after the
+        # training. The training happens right before the last measurement.
         model_by_stage = {"before": original_model, "surgery": str(self.out), "trained": str(self.out)}
         for stage, model_path in model_by_stage.items():
             if stage == "trained":
                 train(config, self.out, resume=True, quiet=self.quiet, stop=stop_request)
             if not self.quiet:
-                print_status(f"Measuring the model {STAGES[stage]}, at {len(recovery.plan.lengths)} lengths.")
-            recovery.measure(stage, model_path, converted.bos)
+                print_status(f"Measuring the model {STAGES[stage]}, at {len(evaluator.plan.lengths)} lengths.")
+            evaluator.measure(stage, model_path, converted.bos)
 
-        written_paths = recovery.finish()
-        new_console().print(recovery.table())
+        written_paths = evaluator.finish()
+        new_console().print(evaluator.table())
         print_line("Written: " + ", ".join(str(path) for path in written_paths))
 
     def _prepare_run_folder(self) -> tuple[str, RunConfig]:
@@ -366,8 +385,8 @@ class Convert:
             check_same_conversion(self.out, self.source)
 
         request = ImportRequest(self.source, tokenizer=self.tokenizer, training_length=self.length)
-        source = open_conversion_source(request)
-        model = source.source.weight_map.model
+        conversion_source = open_conversion_source(request)
+        model = conversion_source.source.weight_map.model  # The description of the converted model.
         length = self.length or model.training_length
         if length is None:
             raise InputError(f"The training length of {self.source} is unknown. Set it with --length.")
@@ -378,11 +397,11 @@ class Convert:
         )
         config = apply_settings(base, self.settings)
         if not RunFolder(self.out).config.exists():
-            convert(source, request, config, self.out)
+            convert(conversion_source, request, config, self.out)
             self._check_training_text(config)
         for note in model.notes:
             print_status(note[0].upper() + note[1:] + ".")
-        return source.original_path, config
+        return conversion_source.original_path, config
 
     def _check_training_text(self, config: RunConfig) -> None:
         """Tokenize the training text with the tokenizer in the new run folder, and check that the text is long enough.

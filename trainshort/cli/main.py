@@ -103,12 +103,13 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     except InputError as error:
         if shows_traceback:
             raise
-        usage = getattr(error, "usage", None)
+        usage = getattr(error, "usage", None)  # Only `UsageError` has a usage line.
         if usage:
             print(usage, file=sys.stderr)
         print_status(str(error))
         sys.exit(USAGE_ERROR)
     except KeyboardInterrupt as interrupt:
+        # Training raises a subclass of KeyboardInterrupt that has its own exit code.
         sys.exit(getattr(interrupt, "code", INTERRUPTED))
     except BrokenPipeError:
         # `trainshort ... | head` closes the pipe early. The interpreter flushes standard output at exit, and the flush
@@ -124,7 +125,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
 
 
 def _message_for(error: Exception) -> str | None:
-    """Return one line for an error that comes from the system or from a file, and None for every other error."""
+    """Return a message of one line for an error of the operating system or of a file. Return None for other errors."""
     if isinstance(error, OSError):
         file_text = f" (file {error.filename})" if error.filename else ""
         return f"The operating system reported an error: {describe_os_error(error)}{file_text}."
@@ -160,14 +161,14 @@ def run(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     """Find the command that the first argument names, run the command and return its exit code."""
-    if not argv or argv[0] in ("-h", "--help"):
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
         print(help_text(), end="")
         return 0
-    if argv[0] == "--version":
+    if name == "--version":
         print(f"trainshort {__version__}")
         return 0
 
-    name = argv[0]
     if name.startswith("--plugin"):
         raise InputError(f"{name} must follow the command: trainshort COMMAND --plugin FILE.py.")
     if name not in COMMANDS:
@@ -191,9 +192,11 @@ def run_command(command: type[Any], words: list[str]) -> int:
     from trainshort.cli.parser import read_command  # `trainshort --help` does not need this import.
 
     words = load_plugin_arguments(words)
-    # A command with a method `parse` has options besides the fields of its class.
-    has_own_parser = hasattr(command, "parse")
-    parsed_command = command.parse(words) if has_own_parser else read_command(command, words)
+    # A command whose options are not only the fields of its class has its own method `parse`.
+    if hasattr(command, "parse"):
+        parsed_command = command.parse(words)
+    else:
+        parsed_command = read_command(command, words)
     require_package("rich", "The command line", "trainshort[train]")
     exit_code = parsed_command.run()
     return exit_code or 0  # A command without a return value was successful.

@@ -102,7 +102,8 @@ class Reproduce:
         for name in self.methods:
             known_methods.get(name)  # Raises InputError if the method is unknown.
         if self.methods:
-            experiments = select_methods(experiments, list(self.methods), named=bool(self.only))
+            has_named_experiments = bool(self.only)
+            experiments = select_methods(experiments, list(self.methods), named=has_named_experiments)
         return experiments
 
     def _check_options(self) -> None:
@@ -155,8 +156,8 @@ class Demo:
     """Train and compare four position methods in ten minutes, and write the report
 
     The models are trained at 128 tokens and evaluated at up to 2,048 tokens. One more model is trained at 768 tokens.
-    The command is equivalent to `trainshort reproduce --scale laptop --only demo`. If it is interrupted, run it again
-    to continue.
+    The command is equivalent to `trainshort reproduce --scale laptop --only demo`. If the command is interrupted, run
+    it again to continue.
 
     Examples:
       trainshort demo

@@ -37,6 +37,12 @@ TYPE_PLACEHOLDERS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 # Help texts are not wider than this number of characters, because long lines are hard to read.
 MAX_HELP_WIDTH = 110
 
+# The width of the first column in a help text, which shows the names of the options. A longer name gets its own line.
+MAX_NAME_COLUMN_WIDTH = 26
+
+# The second column, which shows the help texts, has at least this width, also in a very narrow terminal.
+MIN_TEXT_COLUMN_WIDTH = 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arg:
@@ -341,7 +347,8 @@ class Parser:
             word: A word that starts with a dash, such as "--train.steps=3".
 
         Returns:
-            The option, whether the word has the prefix "no-", and the text after "=" or None.
+            Three values: the option, whether the word has the prefix "no-", and the text after the equals sign. The
+            text is None if the word has no equals sign.
 
         Raises:
             UsageError: If no option or more than one option has this name.
@@ -383,7 +390,16 @@ class Parser:
         return suffix_matches
 
     def _parse_bool(self, option: Option, inline_value: str | None, is_negated: bool) -> bool:
-        """Return the value of a boolean option: "--resume", "--no-resume" or "--resume=false"."""
+        """Return the value of a boolean option.
+
+        Args:
+            option: The option, such as `--resume`.
+            inline_value: The text after the equals sign, as in "--resume=false". None if there is no equals sign.
+            is_negated: Whether the user typed the option with the prefix "no-", as in "--no-resume".
+
+        Raises:
+            UsageError: If `inline_value` is neither true nor false.
+        """
         if inline_value not in (None, "true", "false", "True", "False"):
             raise self.error(f"Invalid {option.label}: expected true or false, got '{inline_value}'.")
         value = inline_value in (None, "true", "True")
@@ -433,12 +449,13 @@ class Parser:
                 raise self.error(f"{option.label} requires at least one value, got '{typed_text}'.")
 
         if option.value_count is None:
-            item_types = option.item_types[:1] * len(words)
+            # With any number of words, all words have the same type.
+            item_types = [option.item_types[0]] * len(words)
         else:
             item_types = option.item_types
-        values = [
-            self._convert_word(option.label, item_type, word) for item_type, word in zip(item_types, words, strict=True)
-        ]
+        values = []
+        for item_type, word in zip(item_types, words, strict=True):
+            values.append(self._convert_word(option.label, item_type, word))
         is_sequence = get_origin(option.value_type) in (tuple, list)
         return tuple(values) if is_sequence else values[0]
 
@@ -458,11 +475,12 @@ class Parser:
             return choices[word]
         if item_type is Path and not word:
             raise self.error(f"Invalid {label}: expected a path, got an empty argument.")
-        for member in _union_members(item_type):
-            if member not in TYPE_PLACEHOLDERS:
+        # The word is converted to the first type of the union that accepts the word.
+        for member_type in _union_members(item_type):
+            if member_type not in TYPE_PLACEHOLDERS:
                 return word  # The config validates settings of other types.
             try:
-                return member(word)
+                return member_type(word)
             except ValueError:
                 continue
         expected = {int: "an integer", float: "a number"}.get(item_type, "another value")
@@ -474,18 +492,22 @@ class Parser:
         Args:
             words: The words in the order of the command line.
             values: The parsed values by `Option.field`. The function adds the positional arguments.
+
+        Raises:
+            UsageError: If there are more words than positional arguments, or a word has the wrong type.
         """
+        remaining_words = words
         for option in self.options:
             if not option.positional:
                 continue
-            if option.value_count is None:
-                argument_words, words = words, []
-            else:
-                argument_words, words = words[:1], words[1:]
+            # An argument with any number of values takes all remaining words. Every other argument takes one word.
+            word_count = len(remaining_words) if option.value_count is None else 1
+            argument_words = remaining_words[:word_count]
+            remaining_words = remaining_words[word_count:]
             if argument_words:
                 values[option.field] = self._convert_words(option, argument_words)
-        if words:
-            raise self.error(f"Unexpected argument '{words[0]}'. See {self.program} --help.")
+        if remaining_words:
+            raise self.error(f"Unexpected argument '{remaining_words[0]}'. See {self.program} --help.")
 
     def _check_required(self, values: dict[str, Any]) -> None:
         """Raise `UsageError` if a required option has no value."""
@@ -574,7 +596,10 @@ def _option_help(option: Option) -> str:
     states_default = "default:" in text.lower()
     if not has_default or states_default:
         return text
-    default_text = " ".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
+    if isinstance(default, tuple | list):
+        default_text = " ".join(str(value) for value in default)
+    else:
+        default_text = str(default)
     return f"{text} (default: {default_text})"
 
 
@@ -586,16 +611,20 @@ def _format_table(rows: list[tuple[str, str]], width: int) -> str:
         width: The number of characters in a line.
     """
     longest_name = max(len(name) for name, _ in rows)
-    first_column_width = min(26, longest_name + 4)
-    indent = " " * first_column_width
+    # There are two spaces before a name, and at least two spaces after it.
+    name_column_width = min(MAX_NAME_COLUMN_WIDTH, longest_name + 4)
+    text_column_width = max(MIN_TEXT_COLUMN_WIDTH, width - name_column_width)
+    indent = " " * name_column_width
     lines = []
     for name, text in rows:
-        text_lines = textwrap.wrap(text, max(20, width - first_column_width)) or [""]
-        if len(name) + 4 > first_column_width:
-            lines.append(f"  {name}")  # The name is too long for the column, so the text starts in the next line.
-        else:
+        text_lines = textwrap.wrap(text, text_column_width) or [""]
+        fits_into_column = len(name) + 4 <= name_column_width
+        if fits_into_column:
+            padded_name = f"  {name}".ljust(name_column_width)
             first_line = text_lines.pop(0)
-            lines.append(f"  {name:<{first_column_width - 2}}{first_line}".rstrip())
+            lines.append(f"{padded_name}{first_line}".rstrip())
+        else:
+            lines.append(f"  {name}")  # The help text starts in the next line.
         lines += [indent + line for line in text_lines]
     return "\n".join(lines)
 

@@ -34,7 +34,7 @@ def apply_position_option(base: RunConfig, words: list[str]) -> RunConfig:
     Raises:
         InputError: If the position method is unknown.
     """
-    next_words = [*words[1:], ""]
+    next_words = [*words[1:], ""]  # The word after each word. No word follows the last word.
     for word, next_word in zip(words, next_words, strict=True):
         option, equals_sign, inline_value = word.partition("=")
         if option not in ("--model.position", "--position"):
@@ -57,7 +57,13 @@ class TrainParser(Parser):
     position: str
 
     def _find_option(self, word: str) -> tuple[Option, bool, str | None]:
-        """Find the option that a word names, as in `Parser`.
+        """Find the option that a word of the command line names. See `Parser._find_option`.
+
+        The options contain only the settings of the position method that the user chose. If the word is unknown, this
+        function checks whether the word is a setting of another position method.
+
+        Args:
+            word: A word that starts with a dash, such as "--train.steps=3".
 
         Raises:
             InputError: If the option is a setting of another position method. The message names that method.
@@ -66,12 +72,16 @@ class TrainParser(Parser):
         try:
             return super()._find_option(word)
         except UsageError:
+            # "--train.no-compile=true" has the group "train" and the setting "compile".
             typed_name = word.removeprefix("--").partition("=")[0]
             group, _, last_part = typed_name.replace("-", "_").rpartition(".")
             setting = last_part.removeprefix("no_")
             can_be_position_setting = group in ("", "model", "position_settings", "model.position_settings")
-            owners = [name for name, method in methods.items() if setting in method.config_class.model_fields]
-            if can_be_position_setting and owners and self.position not in owners:
+            methods_with_setting = [
+                name for name, method in methods.items() if setting in method.config_class.model_fields
+            ]
+            belongs_to_other_method = bool(methods_with_setting) and self.position not in methods_with_setting
+            if can_be_position_setting and belongs_to_other_method:
                 raise InputError(setting_of_other_method_message(setting, self.position)) from None
             raise
 
@@ -141,9 +151,13 @@ class Prepare:
         from trainshort.data.preparation import describe, prepare
         from trainshort.data.prepare_state import PrepareProgress
 
-        config = DataConfig.parse(
-            {"corpus": self.corpus, "tokenizer": self.tokenizer, "vocab_size": self.vocab_size, "folder": self.out}
-        )
+        settings = {
+            "corpus": self.corpus,
+            "tokenizer": self.tokenizer,
+            "vocab_size": self.vocab_size,
+            "folder": self.out,
+        }
+        config = DataConfig.parse(settings)
         folder = data_folder(config)
         was_prepared_before = is_dataset_folder(folder)
         progress = PrepareProgress(True)
@@ -197,7 +211,8 @@ class Train:
         first_word = words[0] if words else ""
         asks_for_help = first_word in ("-h", "--help")
         if asks_for_help:
-            base, default_out = RunConfig(), Path("runs/RECIPE")
+            base = RunConfig()
+            default_out = Path("runs/RECIPE")
         elif not first_word or first_word.startswith("-"):
             raise InputError(
                 "The recipe must come first: trainshort train RECIPE [options]. See trainshort list recipes."
@@ -231,7 +246,7 @@ class Train:
         from trainshort.train.parallel import get_rank
         from trainshort.utils.terminal import StopRequest, perplexity
 
-        stop_request = StopRequest(last=True)
+        stop_request = StopRequest(last=True)  # Records Ctrl-C, so that the run is saved before the process ends.
         result = train(self.config, self.out, resume=self.resume, quiet=self.quiet, stop=stop_request)
         if get_rank() != 0:
             return  # Only rank 0 prints the summary.

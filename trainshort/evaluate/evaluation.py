@@ -173,7 +173,9 @@ def print_estimated_cost(target: Target, plan: Sweep, missing_passes: list[Passe
         )
     num_scored = len(plan.lengths) - len(missing_passes)
     if num_scored:
-        console.print(f"{num_scored} of {len(plan.lengths)} lengths are already scored. --again evaluates them again.")
+        console.print(
+            f"{num_scored} of {len(plan.lengths)} lengths are already scored. --overwrite evaluates them again."
+        )
     if not missing_passes or console.quiet:
         return
 

@@ -9,7 +9,7 @@ An override tests whether a trained model can use a longer context. The options 
     --slopes window=512     keep the trained slopes and add a sliding window of 512 tokens
     --rotary linear=4       scale the rotary frequencies; other methods are ntk=4, dynamic=1 and yarn=4
     --rotary blocks=256     let each token attend to its own block of 256 tokens and to the block before
-    --scores 1.2            multiply all attention scores by 1.2 before the softmax
+    --attention-scale 1.2   multiply all attention scores by 1.2 before the softmax
 """
 
 import math
@@ -50,9 +50,9 @@ class Override:
     """A change of a trained model that is made for an evaluation.
 
     Attributes:
-        option: The command-line option without its dashes: "slopes", "rotary" or "scores".
-        method: The method of the option, such as "yarn". The option "scores" has no methods.
-        value: The number of the method, or the factor of the option "scores".
+        option: The command-line option without its dashes: "slopes", "rotary" or "attention-scale".
+        method: The method of the option, such as "yarn". The option "attention-scale" has no methods.
+        value: The number of the method, or the factor of the option "attention-scale".
     """
 
     option: str
@@ -64,7 +64,7 @@ class Override:
         """Parse a command-line option that changes a trained model.
 
         Args:
-            option: The name of the option without its dashes: "slopes", "rotary" or "scores".
+            option: The name of the option without its dashes: "slopes", "rotary" or "attention-scale".
             text: The value of the option, as the user typed it.
 
         Returns:
@@ -77,11 +77,11 @@ class Override:
             >>> Override.parse("slopes", "max_bias=16")
             Override(option='slopes', method='max_bias', value=16.0)
         """
-        if option == "scores":
+        if option == "attention-scale":
             factor = _parse_number(text)
             if factor is None or factor <= 0:
-                raise InputError(f"Invalid --scores: expected a number above 0 such as 1.2, got '{text}'.")
-            return Override("scores", value=factor)
+                raise InputError(f"Invalid --attention-scale: expected a number above 0 such as 1.2, got '{text}'.")
+            return Override("attention-scale", value=factor)
 
         method, equals_sign, number_text = text.partition("=")
         number = _parse_number(number_text)
@@ -92,13 +92,13 @@ class Override:
         return Override(option, method, number)
 
     @staticmethod
-    def from_options(slopes: str | None, rotary: str | None, scores: str | None) -> "Override | None":
+    def from_options(slopes: str | None, rotary: str | None, attention_scale: str | None) -> "Override | None":
         """Create an override from the options of a command.
 
         Args:
             slopes: The value of `--slopes`, or None if the option was not given.
             rotary: The value of `--rotary`, or None.
-            scores: The value of `--scores`, or None.
+            attention_scale: The value of `--attention-scale`, or None.
 
         Returns:
             The override, or None if no option was given.
@@ -106,7 +106,7 @@ class Override:
         Raises:
             InputError: If several options were given, or if a value is invalid.
         """
-        all_options = {"slopes": slopes, "rotary": rotary, "scores": scores}
+        all_options = {"slopes": slopes, "rotary": rotary, "attention-scale": attention_scale}
         given_options = {name: text for name, text in all_options.items() if text is not None}
         if not given_options:
             return None
@@ -118,7 +118,7 @@ class Override:
 
     def __str__(self) -> str:
         """Return the name of this override in result files, such as "ntk=4", "rotary-yarn=4" or "scores=1.2"."""
-        if self.option == "scores":
+        if self.option == "attention-scale":
             return f"scores={self.value:g}"
         name = "interpolate" if self.method == "interpolate" else f"{self.method}={self.value:g}"
         return name if self.option == "slopes" else f"{self.option}-{name}"
@@ -212,7 +212,7 @@ def apply_override(model: TransformerLM, override: Override, trained_at: int, le
 
         attention_layers = [module for module in model.modules() if isinstance(module, Attention)]
         for layer in attention_layers:
-            if override.option == "scores":
+            if override.option == "attention-scale":
                 set_attribute_temporarily(stack, layer, "score_factor", layer.score_factor * override.value)
             if override.method in ("window", "blocks"):
                 # The attribute of the layer has the same name as the method.

@@ -65,11 +65,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class EvalProtocol:
-    """How a trained model is evaluated, in the paper's numbers.
+    """How the paper evaluates a trained model. A scale converts the length and the stride to the actual values.
 
     Attributes:
         length: The evaluation length (L_valid in the paper).
-        stride: The number of tokens that each window scores. None evaluates windows that do not overlap.
+        stride: The stride of a sliding window: the number of tokens that each window scores. None evaluates windows
+            that do not overlap.
         split: The split of the dataset. None uses the default split of the scale.
     """
 
@@ -206,7 +207,7 @@ class Experiment:
 
     def variants_to_train(self, scale: Scale) -> list[Variant]:
         """Return the models that are trained at a scale, in the order of the cells, without duplicates."""
-        variants: dict[Variant, None] = {}
+        variants: dict[Variant, None] = {}  # A dictionary keeps the order and removes duplicates.
         for cell in self._computable_cells(scale):
             if cell.variant is not None and not cell.is_cost:
                 variants[cell.variant] = None
@@ -214,7 +215,7 @@ class Experiment:
 
     def variants_to_measure(self, scale: Scale) -> list[Variant]:
         """Return the models whose speed or memory is measured. These models do not have to be trained."""
-        variants: dict[Variant, None] = {}
+        variants: dict[Variant, None] = {}  # A dictionary keeps the order and removes duplicates.
         for cell in self._computable_cells(scale):
             if cell.variant is not None and cell.is_cost:
                 variants[cell.variant] = None
@@ -229,8 +230,14 @@ class Experiment:
         return self._protocols(scale, variant, ("learning curve",))
 
     def _protocols(self, scale: Scale, variant: Variant, quantities: tuple[Quantity, ...]) -> list[EvalProtocol]:
-        """Return the evaluation protocols of a model's cells that contain certain quantities, without duplicates."""
-        protocols: dict[EvalProtocol, None] = {}
+        """Return how a model is evaluated for the cells that contain certain quantities, without duplicates.
+
+        Args:
+            scale: The size at which the experiment is run (laptop, gpu or paper).
+            variant: The model.
+            quantities: The quantities, such as "perplexity".
+        """
+        protocols: dict[EvalProtocol, None] = {}  # A dictionary keeps the order and removes duplicates.
         for cell in self._computable_cells(scale):
             if cell.variant == variant and cell.quantity in quantities and cell.protocol is not None:
                 protocols[cell.protocol] = None
@@ -259,11 +266,16 @@ def select_experiments(names: Iterable[str]) -> list[Experiment]:
         InputError: If there is no experiment with this name.
     """
     normalized_names = [_normalize_name(name) for name in names if name.strip()]
-    return [experiments.get(name)() for name in normalized_names or experiments.names()]
+    selected_names = normalized_names or experiments.names()
+    return [experiments.get(name)() for name in selected_names]
 
 
 def _normalize_name(name: str) -> str:
-    """Return the registered form of an experiment's name: "Figure 1" becomes "fig1"."""
+    """Return the registered form of an experiment's name: "Figure 1" becomes "fig1".
+
+    Raises:
+        InputError: If the name is a figure of the paper without numbers.
+    """
     normalized = name.strip().lower().replace(" ", "").replace("figure", "fig").replace(".", "")
     if normalized in ("fig3", "fig10"):
         raise InputError(f"{name.strip()} is a drawing without numbers, so there is nothing to compute.")
@@ -306,8 +318,10 @@ def build_queries(scale: Scale, protocol: EvalProtocol) -> list[Query]:
         protocol: How the paper evaluates the model. The length of the protocol is not part of the result.
 
     Returns:
-        One evaluation for windows without overlap. Two evaluations for a sliding window: with the sliding window, and
-        without overlap on the same text. The difference between the two shows the effect of tokens with little context.
+        For windows without overlap, the result is one evaluation.
+
+        For a sliding window, the result is two evaluations of the same text: the first one with the sliding window, the
+        second one without overlap. Their difference shows the effect of tokens that have little context.
     """
     stride = scale.scale_stride(protocol.stride)
     split = protocol.split or scale.default_split
@@ -319,11 +333,19 @@ def build_queries(scale: Scale, protocol: EvalProtocol) -> list[Query]:
 
 
 def build_learning_curve_query(scale: Scale, protocol: EvalProtocol) -> Query:
-    """Return the evaluation of checkpoints for a learning curve. The training step of the query is not set.
+    """Return the evaluation of checkpoints for a learning curve.
 
-    Checkpoints are evaluated without overlap on the same short text as sliding windows.
+    Checkpoints are evaluated with windows that do not overlap, on the same short text as sliding windows.
+
+    Args:
+        scale: The scale (laptop, gpu or paper), which defines the number of tokens.
+        protocol: How the paper evaluates the model. Only the split of the protocol is used.
+
+    Returns:
+        The evaluation. The caller sets its training step, once for each checkpoint.
     """
-    return Query(split=protocol.split or scale.default_split, stride=None, tokens=scale.sliding_tokens)
+    split = protocol.split or scale.default_split
+    return Query(split=split, stride=None, tokens=scale.sliding_tokens)
 
 
 # ---- changing experiments
@@ -377,7 +399,9 @@ def with_seed(experiment: Experiment, seed: int) -> Experiment:
     """Return an experiment whose models are trained with another random seed."""
     cells: list[Cell] = []
     for cell in experiment.cells:
-        if cell.variant is not None:
-            cell = replace(cell, variant=replace(cell.variant, seed=seed))
-        cells.append(cell)
+        if cell.variant is None:
+            cells.append(cell)
+        else:
+            variant = replace(cell.variant, seed=seed)
+            cells.append(replace(cell, variant=variant))
     return replace(experiment, cells=tuple(cells))

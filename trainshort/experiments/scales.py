@@ -59,14 +59,14 @@ class TrainingRecipe(StrictConfig):
             embedding_lr_multiplier=self.embedding_lr,
             warmup=steps // 10,
             schedule="linear",
-            momentum=0.95,
+            momentum=0.95,  # the usual momentum of Muon; AdamW does not use this setting
         )
 
 
 LAPTOP_TOKENS_PER_STEP = 768
 """Tokens per training step. With equally many training tokens, small steps gave a lower perplexity than large ones.
 
-With training length 512 (2,048 in the paper's numbers) a step has 1,024 tokens, because 512 does not divide 768.
+With training length 512 (2,048 in the paper) a step has 1,024 tokens, because 512 does not divide 768.
 """
 
 LAPTOP_TOKENS = 1440 * LAPTOP_TOKENS_PER_STEP
@@ -92,6 +92,7 @@ def laptop_config(variant: Variant, recipe: TrainingRecipe | None = None, tokens
     if recipe is None:
         recipe = TUNED_RECIPES.get(variant.position, TUNED_RECIPES["alibi"])
     length = variant.length // 4
+    # The number of sequences and the number of steps that give the wanted number of tokens.
     batch = max(1, round(LAPTOP_TOKENS_PER_STEP / length))
     steps = max(1, tokens // (batch * length))
     return RunConfig(

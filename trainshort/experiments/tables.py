@@ -22,7 +22,7 @@ DEMO_MULTIPLES = (1, 1.25, 1.5, 2, 4, 6, 8, 16)
 """The lengths at which the demo's models are evaluated, as multiples of the training length."""
 
 COST_LENGTHS = (2048, 16_384)
-"""Training lengths at which the demo measures the speed, in the paper's numbers (512 and 4,096 on a laptop)."""
+"""Training lengths of the paper at which the demo measures the speed. The scale "laptop" uses 512 and 4,096."""
 
 # Labels of axes.
 PERPLEXITY = "perplexity"
@@ -46,6 +46,8 @@ def register_experiment(name: str, title: str, **settings: Any) -> Callable[[Cel
     """
 
     def register(make_cells: CellFunction) -> CellFunction:
+        """Register an experiment with the cells that `make_cells` yields. The cells are created later."""
+
         def make_experiment() -> Experiment:
             return Experiment(name, title, tuple(make_cells()), **settings)
 
@@ -83,11 +85,19 @@ def make_perplexity_cell(
         column: The label of the column.
         published: The perplexity in the paper, or None.
         variant: The model.
-        eval_length: The evaluation length in the paper's numbers.
+        eval_length: The evaluation length in the paper. A scale converts it to the actual length.
         stride: The stride of a sliding window. None evaluates windows that do not overlap.
     """
     protocol = EvalProtocol(eval_length, stride)
-    return Cell(row, column, published, "perplexity", variant, protocol, eval_length)
+    return Cell(
+        row=row,
+        column=column,
+        published=published,
+        quantity="perplexity",
+        variant=variant,
+        protocol=protocol,
+        x_value=eval_length,
+    )
 
 
 def _words_to_tokens(thousands_per_second: float) -> float:
@@ -108,49 +118,91 @@ def demo() -> Iterator[Cell]:
     for method in PAPER_METHODS:
         yield from _demo_method_cells(method)
 
-    # The title of the paper: ALiBi trained at 512 and evaluated at 3,072, against sinusoidal trained at 3,072.
+    # The title of the paper is "Train Short, Test Long". ALiBi is trained at 512 and evaluated at 3,072. It is compared
+    # with sinusoidal embeddings that are trained and evaluated at 3,072.
     short = Variant("wikitext103", "alibi", 512)
     long = Variant("wikitext103", "sinusoidal", 3072)
-    yield make_perplexity_cell(format_row_label(long), "6 L", 18.67, long, 3072)
+    yield make_perplexity_cell(
+        row=format_row_label(long), column="6 L", published=18.67, variant=long, eval_length=3072
+    )
     yield from _training_cost_cells(format_row_label(long), long)
     for variant in (short, long):
         row = format_row_label(variant)
-        yield Cell(row, "over training", None, "learning curve", variant, EvalProtocol(3072))
+        yield Cell(
+            row=row,
+            column="over training",
+            published=None,
+            quantity="learning curve",
+            variant=variant,
+            protocol=EvalProtocol(3072),
+        )
 
 
 def _demo_method_cells(method: str) -> Iterator[Cell]:
-    """Yield the cells of the demo for one position method: perplexities, sliding windows and costs."""
+    """Yield the cells of the demo for one position method: perplexities, sliding windows and costs.
+
+    In the labels of the columns, L is the training length of the model, which is 512 in the paper.
+    """
     variant = Variant("wikitext103", method, 512)
     row = method_name(method)
     for multiple in DEMO_MULTIPLES:
         length = round(512 * multiple)
-        yield make_perplexity_cell(row, f"{multiple:g} L", _published_near(method, length), variant, length)
+        yield make_perplexity_cell(
+            row=row,
+            column=f"{multiple:g} L",
+            published=_published_near(method, length),
+            variant=variant,
+            eval_length=length,
+        )
 
     sliding_perplexities = _published_sliding_perplexities(method)
     for multiple in (1, 2, 4):
         length = 512 * multiple
         published = sliding_perplexities.get(str(length))
         protocol = EvalProtocol(length, stride=1)
-        yield Cell(row, f"{multiple} L, sliding", published, "perplexity", variant, protocol)
+        yield Cell(
+            row=row,
+            column=f"{multiple} L, sliding",
+            published=published,
+            quantity="perplexity",
+            variant=variant,
+            protocol=protocol,
+        )
 
     yield from _training_cost_cells(row, variant)
     for length in COST_LENGTHS:
         longer_variant = Variant("wikitext103", method, length)
-        yield Cell(row, f"training tokens/s at {length // 512} L", None, "train speed", longer_variant)
+        yield Cell(
+            row=row,
+            column=f"training tokens/s at {length // 512} L",
+            published=None,
+            quantity="train speed",
+            variant=longer_variant,
+        )
 
 
 def _training_cost_cells(row: str, variant: Variant) -> Iterator[Cell]:
     """Yield the training speed and the training memory of a model that is part of Table 1."""
     published = load_published_numbers()["table1"][variant.position][str(variant.length)]
-    yield Cell(row, "training tokens/s", _words_to_tokens(published["train_wps_k"]), "train speed", variant)
-    yield Cell(row, "training GB", published["train_mem_gb"], "train memory", variant)
+    yield Cell(
+        row=row,
+        column="training tokens/s",
+        published=_words_to_tokens(published["train_wps_k"]),
+        quantity="train speed",
+        variant=variant,
+    )
+    yield Cell(
+        row=row, column="training GB", published=published["train_mem_gb"], quantity="train memory", variant=variant
+    )
 
 
 def _published_near(method: str, length: int) -> float | None:
     """Return the perplexity in Table 2 at the nearest length, or None if that length differs by more than 3 %."""
+    # The lengths in Table 2 are not exact multiples of the training length, such as 1,012 instead of 1,024.
     rows = load_published_numbers()["table2"]
     nearest_row = min(rows, key=lambda row: abs(row["L_valid"] - length))
-    if abs(nearest_row["L_valid"] - length) > 0.03 * length:
+    distance = abs(nearest_row["L_valid"] - length)
+    if distance > 0.03 * length:
         return None
     return nearest_row[f"{method}_ppl"]
 
@@ -174,9 +226,17 @@ def table1() -> Iterator[Cell]:
             variant = Variant("wikitext103", method, length)
             published = load_published_numbers()["table1"][method][str(length)]
             row = format_row_label(variant)
-            yield Cell(row, "train tokens/s", _words_to_tokens(published["train_wps_k"]), "train speed", variant)
-            yield Cell(row, "read tokens/s", _words_to_tokens(published["eval_wps_k"]), "read speed", variant)
-            yield Cell(row, "train GB", published["train_mem_gb"], "train memory", variant)
+            train_speed = _words_to_tokens(published["train_wps_k"])
+            eval_speed = _words_to_tokens(published["eval_wps_k"])
+            yield Cell(row=row, column="train tokens/s", published=train_speed, quantity="train speed", variant=variant)
+            yield Cell(row=row, column="read tokens/s", published=eval_speed, quantity="read speed", variant=variant)
+            yield Cell(
+                row=row,
+                column="train GB",
+                published=published["train_mem_gb"],
+                quantity="train memory",
+                variant=variant,
+            )
 
 
 def make_extrapolation_cells(table: str, length: int, *, speed: bool = True) -> Iterator[Cell]:
@@ -193,17 +253,28 @@ def make_extrapolation_cells(table: str, length: int, *, speed: bool = True) -> 
         for method in PAPER_METHODS:
             variant = Variant("wikitext103", method, length)
             column = method_name(method)
-            yield make_perplexity_cell(row, column, numbers[f"{method}_ppl"], variant, eval_length)
+            yield make_perplexity_cell(
+                row=row, column=column, published=numbers[f"{method}_ppl"], variant=variant, eval_length=eval_length
+            )
             if speed:
                 published_speed = numbers[f"{method}_wps"]
                 protocol = EvalProtocol(eval_length)
-                yield Cell(row, f"{column} tokens/s", published_speed, "read speed", variant, protocol, eval_length)
+                yield Cell(
+                    row=row,
+                    column=f"{column} tokens/s",
+                    published=published_speed,
+                    quantity="read speed",
+                    variant=variant,
+                    protocol=protocol,
+                    x_value=eval_length,
+                )
 
 
 def _register_extrapolation_table(name: str, length: int) -> None:
     """Register one of the Tables 2 to 4, which evaluate models with one training length at many lengths."""
     title = f"Extrapolation of the four methods, trained at {length}"
-    register_experiment(name, title)(lambda: make_extrapolation_cells(name, length))
+    register = register_experiment(name, title)
+    register(lambda: make_extrapolation_cells(name, length))
 
 
 _register_extrapolation_table("table2", 512)
@@ -226,13 +297,17 @@ def make_length_pair_cells(table: str, setup: str) -> Iterator[Cell]:
         variant = Variant(setup, "alibi", int(length))
         for eval_length, perplexity in perplexities.items():
             row = format_row_label(variant)
-            yield make_perplexity_cell(row, eval_length, perplexity, variant, int(eval_length))
+            yield make_perplexity_cell(
+                row=row, column=eval_length, published=perplexity, variant=variant, eval_length=int(eval_length)
+            )
 
     for method in ("sinusoidal", "rotary", "t5"):
         row = f"{method_name(method)}, L = L_valid"
         for length, perplexity in published.get(f"{method}_L_eq_Lvalid", {}).items():
             variant = Variant(setup, method, int(length))
-            yield make_perplexity_cell(row, length, perplexity, variant, int(length))
+            yield make_perplexity_cell(
+                row=row, column=length, published=perplexity, variant=variant, eval_length=int(length)
+            )
 
 
 @register_experiment("table5", "ALiBi trained at one length and evaluated at longer ones", **PERPLEXITY_BY_LENGTH)
@@ -250,10 +325,24 @@ def table6() -> Iterator[Cell]:
         row = format_row_label(variant, eval_length)
         train_speed = _words_to_tokens(numbers["train_wps_k"])
         eval_speed = _words_to_tokens(numbers["inf_wps_k"])
-        yield Cell(row, "train tokens/s", train_speed, "train speed", variant)
-        yield Cell(row, "read tokens/s", eval_speed, "read speed", variant, EvalProtocol(eval_length))
+        yield Cell(row=row, column="train tokens/s", published=train_speed, quantity="train speed", variant=variant)
+        yield Cell(
+            row=row,
+            column="read tokens/s",
+            published=eval_speed,
+            quantity="read speed",
+            variant=variant,
+            protocol=EvalProtocol(eval_length),
+        )
         for split in ("valid", "test"):
-            yield Cell(row, split, numbers[split], "perplexity", variant, EvalProtocol(eval_length, split=split))
+            yield Cell(
+                row=row,
+                column=split,
+                published=numbers[split],
+                quantity="perplexity",
+                variant=variant,
+                protocol=EvalProtocol(eval_length, split=split),
+            )
 
 
 def make_valid_and_test_cells(table: str, setup: str, stride: int | None) -> Iterator[Cell]:
@@ -269,7 +358,8 @@ def make_valid_and_test_cells(table: str, setup: str, stride: int | None) -> Ite
         for split, perplexity in zip(("valid", "test"), perplexities, strict=True):
             method, *lengths = name.split()
             if method not in PAPER_METHODS:
-                yield Cell(name, split, perplexity)
+                # The number is quoted from other work, so it is not measured.
+                yield Cell(row=name, column=split, published=perplexity)
                 continue
             length = int(lengths[0].removeprefix("L"))
             eval_length = length
@@ -278,7 +368,9 @@ def make_valid_and_test_cells(table: str, setup: str, stride: int | None) -> Ite
             variant = Variant(setup, method, length)
             row = format_row_label(variant, eval_length)
             protocol = EvalProtocol(eval_length, stride, split)
-            yield Cell(row, split, perplexity, "perplexity", variant, protocol)
+            yield Cell(
+                row=row, column=split, published=perplexity, quantity="perplexity", variant=variant, protocol=protocol
+            )
 
 
 register_experiment("table7", "WikiText-103 with a sliding window of stride 512, and other work")(
@@ -307,13 +399,18 @@ def make_cc100_cells(table: str) -> Iterator[Cell]:
         row = format_row_label(variant)
         if "updates_k" in numbers:
             row += f", {numbers['updates_k']}k updates"
-        yield Cell(row, "train GB", numbers["mem_gb"], "train memory", variant)
+        yield Cell(row=row, column="train GB", published=numbers["mem_gb"], quantity="train memory", variant=variant)
 
         perplexities = numbers.get("ppl")
         if perplexities is None:
-            perplexities = {key.removeprefix("ppl_"): value for key, value in numbers.items() if key.startswith("ppl_")}
+            perplexities = {}
+            for key, value in numbers.items():
+                if key.startswith("ppl_"):
+                    perplexities[key.removeprefix("ppl_")] = value
         for eval_length, perplexity in perplexities.items():
-            yield make_perplexity_cell(row, f"at {eval_length}", perplexity, variant, int(eval_length))
+            yield make_perplexity_cell(
+                row=row, column=f"at {eval_length}", published=perplexity, variant=variant, eval_length=int(eval_length)
+            )
 
 
 register_experiment("table11", "CC100+RoBERTa, 1.3B parameters: at equal time")(lambda: make_cc100_cells("table11"))
@@ -326,13 +423,21 @@ def make_sliding_cells(table: str, method: str) -> Iterator[Cell]:
         variant = Variant("wikitext103", method, int(length))
         for eval_length, perplexity in perplexities.items():
             row = format_row_label(variant)
-            yield make_perplexity_cell(row, eval_length, perplexity, variant, int(eval_length), stride=1)
+            yield make_perplexity_cell(
+                row=row,
+                column=eval_length,
+                published=perplexity,
+                variant=variant,
+                eval_length=int(eval_length),
+                stride=1,
+            )
 
 
 def _register_sliding_table(name: str, method: str) -> None:
     """Register one of the Tables 13 to 15, which evaluate one method with a sliding window."""
     title = f"{method_name(method)} with a sliding window of stride 1"
-    register_experiment(name, title)(lambda: make_sliding_cells(name, method))
+    register = register_experiment(name, title)
+    register(lambda: make_sliding_cells(name, method))
 
 
 _register_sliding_table("table13", "sinusoidal")
@@ -365,6 +470,7 @@ def fig4() -> Iterator[Cell]:
     for cell in make_length_pair_cells("table5", "wikitext103"):
         assert cell.variant is not None
         assert cell.x_value is not None
+        # The x-value is the evaluation length. Figure 4 shows two methods, and starts at length 512.
         if cell.variant.position in ("alibi", "sinusoidal") and cell.x_value >= 512:
             yield cell
 
@@ -382,7 +488,15 @@ def fig5() -> Iterator[Cell]:
         row = format_row_label(variant, int(eval_length))
         protocol = EvalProtocol(int(eval_length))
         for updates, training_time, perplexity in points:
-            yield Cell(row, f"{updates:,} updates", perplexity, "learning curve", variant, protocol, training_time)
+            yield Cell(
+                row=row,
+                column=f"{updates:,} updates",
+                published=perplexity,
+                quantity="learning curve",
+                variant=variant,
+                protocol=protocol,
+                x_value=training_time,
+            )
 
 
 @register_experiment("fig6", "CC100+RoBERTa: extrapolation", **PERPLEXITY_BY_LENGTH)
@@ -394,7 +508,13 @@ def fig6() -> Iterator[Cell]:
         variant = Variant("cc100", method, int(length))
         for eval_length, perplexity in points:
             row = format_row_label(variant)
-            yield make_perplexity_cell(row, f"{eval_length:,.0f}", perplexity, variant, int(eval_length))
+            yield make_perplexity_cell(
+                row=row,
+                column=f"{eval_length:,.0f}",
+                published=perplexity,
+                variant=variant,
+                eval_length=int(eval_length),
+            )
 
 
 @register_experiment("fig7", "Training speed", kind="lines", axes=("training length", TRAINING_SPEED))
@@ -403,7 +523,14 @@ def fig7() -> Iterator[Cell]:
     for method, points in load_published_numbers()["fig7"].items():
         for length, speed in points:
             variant = Variant("wikitext103", method, length)
-            yield Cell(method_name(method), f"{length:,}", speed, "train speed", variant, x_value=length)
+            yield Cell(
+                row=method_name(method),
+                column=f"{length:,}",
+                published=speed,
+                quantity="train speed",
+                variant=variant,
+                x_value=length,
+            )
 
 
 @register_experiment("fig8", "Training speed and perplexity at 3072", **PERPLEXITY_BY_SPEED)
@@ -413,8 +540,16 @@ def fig8() -> Iterator[Cell]:
         for length, (speed, perplexity) in points.items():
             variant = Variant("wikitext103", method, int(length))
             row = format_row_label(variant)
-            yield Cell(row, "perplexity at 3072", perplexity, "perplexity", variant, EvalProtocol(3072), speed)
-            yield Cell(row, "train tokens/s", speed, "train speed", variant)
+            yield Cell(
+                row=row,
+                column="perplexity at 3072",
+                published=perplexity,
+                quantity="perplexity",
+                variant=variant,
+                protocol=EvalProtocol(3072),
+                x_value=speed,
+            )
+            yield Cell(row=row, column="train tokens/s", published=speed, quantity="train speed", variant=variant)
 
 
 @register_experiment("fig9", "BookCorpus: ALiBi evaluated past its length", **PERPLEXITY_BY_LENGTH)

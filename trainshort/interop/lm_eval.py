@@ -93,7 +93,7 @@ def evaluate_tasks(target: Target, request: HarnessRequest) -> dict[str, Any]:
         task_names = ", ".join(request.tasks)
         raise InputError(
             f"lm-evaluation-harness cannot run {task_names}: {type(error).__name__}: {first_sentence_of(error)}. "
-            "`lm_eval ls tasks` lists all tasks; --include adds your own."
+            "`lm_eval ls tasks` lists all tasks; --include-path adds your own."
         ) from error
 
     settings = {

@@ -43,7 +43,7 @@ class TextKey(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """An evaluation of a run at its training length and at a longer length."""
+    """A run, and an evaluation of this run at its training length and at least one longer length."""
 
     run: Run
     stored: StoredEvaluation
@@ -87,7 +87,7 @@ class MethodCurve:
 
 @dataclass(frozen=True)
 class Headline:
-    """The curves of all models with the same training length.
+    """The content of the main figure: the curves of all models with the same training length.
 
     Attributes:
         training_length: The training length.
@@ -185,26 +185,31 @@ def _text_key(stored: StoredEvaluation) -> TextKey:
 def _most_common_setting(sweeps: list[Sweep]) -> tuple[int, TextKey]:
     """Return the training length and the text that most runs have in common.
 
-    If several settings are equally common, a test split is preferred, then a longer text.
+    A pair of a training length and a text is called a setting here. If several settings are equally common, a test
+    split is preferred, then a longer text.
+
+    Args:
+        sweeps: The evaluations. Each evaluation has a run and a text.
     """
-    runs: dict[tuple[int, TextKey], set[Path]] = {}
+    runs_by_setting: dict[tuple[int, TextKey], set[Path]] = {}
     test_texts: set[TextKey] = set()
     for sweep in sweeps:
-        runs.setdefault((sweep.training_length, sweep.text), set()).add(sweep.run.path)
+        setting = (sweep.training_length, sweep.text)
+        runs_by_setting.setdefault(setting, set()).add(sweep.run.path)
         if sweep.stored.evaluation.corpus["split"] == "test":
             test_texts.add(sweep.text)
 
     def priority(setting: tuple[int, TextKey]) -> tuple[int, bool, int]:
         _, text = setting
-        return len(runs[setting]), text in test_texts, text.tokens
+        return len(runs_by_setting[setting]), text in test_texts, text.tokens
 
-    return max(runs, key=priority)
+    return max(runs_by_setting, key=priority)
 
 
 def _shared_settings(config: RunConfig) -> tuple[str | int, ...]:
     """Return the settings that must be equal in a controlled comparison of position methods.
 
-    Optimizer settings are not part of them, because each method may be trained with its own best settings.
+    The optimizer settings may differ, because each method may be trained with its own best optimizer settings.
     """
     model = config.model
     trained_sequences = config.train.steps * config.train.batch
@@ -237,7 +242,10 @@ def _make_curve(name: str, position: str, evaluations: list[StoredEvaluation], m
 
 
 def _perplexity_bounds(rows: list[LengthScore]) -> tuple[float, float] | None:
-    """Return the range of the perplexities of several seeds, or the 95 % interval over the text of a single seed.
+    """Return the bounds of a point of a curve.
+
+    With several seeds, the bounds are the lowest and the highest perplexity. With a single seed, they are the 95 %
+    interval over the text.
 
     Args:
         rows: The results at one evaluation length, one for each seed.
@@ -264,7 +272,7 @@ def _curve_sort_key(curve: MethodCurve) -> tuple[int, str]:
 
 def _assign_colors(curves: list[MethodCurve]) -> tuple[MethodCurve, ...]:
     """Give a separate color to each curve that is named after its run, because its method has several curves."""
-    free_colors = cycle(OTHERS)
+    free_colors = cycle(OTHERS)  # colors that belong to no position method
     colored: list[MethodCurve] = []
     for curve in curves:
         if curve.name != method_name(curve.position):
@@ -291,13 +299,12 @@ def _longest_sinusoidal(collection: Collection, min_length: int, text: TextKey) 
         training_length = run.config.train.length
         if run.config.model.position != BASELINE_METHOD or training_length <= min_length:
             continue
-        evaluations = [
-            stored
-            for stored in run.standard_evaluations
-            if _text_key(stored) == text and _has_score(stored, training_length)
-        ]
-        if evaluations:
-            evaluations_by_length.setdefault(training_length, []).append(evaluations[-1])  # The last one is the newest.
+        newest_evaluation = None
+        for stored in run.standard_evaluations:  # The newest evaluation comes last.
+            if _text_key(stored) == text and _has_score(stored, training_length):
+                newest_evaluation = stored
+        if newest_evaluation is not None:
+            evaluations_by_length.setdefault(training_length, []).append(newest_evaluation)
 
     if not evaluations_by_length:
         return ()
@@ -351,18 +358,18 @@ def _curve_series(curve: MethodCurve, training_length: int) -> Series:
     if all(length in curve.bounds for length in lengths):
         low = tuple(curve.bounds[length][0] for length in lengths)
         high = tuple(curve.bounds[length][1] for length in lengths)
-    return Series(
-        curve.name,
-        tuple(length / training_length for length in lengths),
-        tuple(curve.points[length] for length in lengths),
-        curve.color,
-        low,
-        high,
-    )
+    multiples = tuple(length / training_length for length in lengths)
+    perplexities = tuple(curve.points[length] for length in lengths)
+    return Series(curve.name, multiples, perplexities, curve.color, low, high)
 
 
 def _paper_series(headline: Headline) -> list[Series]:
-    """Return the curves of the paper (Table 2) for the methods of the headline, up to its longest multiple."""
+    """Return the curves of the paper (Table 2), as dotted lines for the right axis.
+
+    Only the position methods of `headline` are included. The curves end at the longest evaluation length of `headline`,
+    as a multiple of the training length.
+    """
+    # The lengths in Table 2 are not exact multiples, such as 16.6 instead of 16. Therefore 4 % are added.
     max_length = headline.longest_multiple * 1.04 * PAPER_TRAINING_LENGTH
     rows = [row for row in load_published_numbers()["table2"] if row["L_valid"] <= max_length]
     series: list[Series] = []
@@ -380,10 +387,12 @@ def _paper_series(headline: Headline) -> list[Series]:
 def _multiple_ticks(headline: Headline) -> tuple[tuple[float, str], ...]:
     """Return ticks at 1, 2, 4, 8, ... times the training length, with labels such as "4x<br>512"."""
     ticks: list[tuple[float, str]] = []
-    for exponent in range(12):
+    for exponent in range(12):  # up to 2,048 times the training length
         multiple = 2**exponent
+        # The longest length may be a little shorter than an exact multiple.
         if multiple <= headline.longest_multiple * 1.01:
-            ticks.append((float(multiple), f"{multiple}x<br>{headline.training_length * multiple:,}"))
+            length = headline.training_length * multiple
+            ticks.append((float(multiple), f"{multiple}x<br>{length:,}"))
     return tuple(ticks)
 
 
@@ -402,7 +411,7 @@ def _figure_note(headline: Headline, *, with_paper: bool) -> str:
 
 
 def _alternative_text(headline: Headline) -> str:
-    """Describe the figure by the first and the last point of each curve."""
+    """Return the alternative text of the figure: the first and the last point of each curve."""
     parts: list[str] = []
     for curve in headline.curves:
         first = min(curve.points)
@@ -422,11 +431,15 @@ def headline_sentences(headline: Headline) -> list[str]:
     The sentences say which method is best at the training length, which methods are no worse at the longest length,
     and which methods are worse.
     """
-    changes = {
-        curve.name: curve.points[max(curve.points)] / curve.points[headline.training_length] - 1
-        for curve in headline.curves
-    }
-    return [_best_method_sentence(headline), _extrapolating_sentence(headline, changes), _degrading_sentence(changes)]
+    changes: dict[str, float] = {}
+    for curve in headline.curves:
+        longest_length = max(curve.points)
+        changes[curve.name] = curve.points[longest_length] / curve.points[headline.training_length] - 1
+    return [
+        _best_method_sentence(headline),
+        _extrapolating_sentence(headline, changes),
+        _degrading_sentence(changes),
+    ]
 
 
 def _best_method_sentence(headline: Headline) -> str:
@@ -468,7 +481,7 @@ def _degrading_sentence(changes: dict[str, float]) -> str:
     Args:
         changes: The relative change of the perplexity from the training length to the longest length, by curve.
     """
-    largest_first = sorted(changes.items(), key=lambda item: -item[1])
+    largest_first = sorted(changes.items(), key=lambda name_and_change: -name_and_change[1])
     worse = [f"{name} ({change:+.0%})" for name, change in largest_first if change > MAX_INCREASE]
     if not worse:
         return f"No method has a perplexity that is more than {MAX_INCREASE:.0%} higher."

@@ -8,6 +8,7 @@ from typing import Any
 from trainshort.utils.figures import MARK, Figure, Series, choose_log_ticks
 from trainshort.utils.optional import require_package
 
+# The opacity of the band around a line, from 0 (invisible) to 1.
 BAND_OPACITY = 0.14
 
 
@@ -52,7 +53,8 @@ def _make_layout(figure: Figure) -> dict[str, Any]:
 
 def _make_axis(label: str, is_log: bool, ticks: list[float]) -> dict[str, Any]:
     """Return an axis. Ticks are set only for a logarithmic axis. Plotly chooses the ticks of other axes."""
-    axis = {"title": {"text": label}, "type": "log" if is_log else "-", "automargin": True}
+    axis_type = "log" if is_log else "-"  # With "-", plotly chooses the type from the data.
+    axis = {"title": {"text": label}, "type": axis_type, "automargin": True}
     if is_log and ticks:
         axis["tickvals"] = ticks
         axis["ticktext"] = [f"{tick:,g}" for tick in ticks]
@@ -60,7 +62,12 @@ def _make_axis(label: str, is_log: bool, ticks: list[float]) -> dict[str, Any]:
 
 
 def _vertical_line(x: float) -> dict[str, Any]:
-    """Return a dashed vertical line over the full height of the figure."""
+    """Return a dashed vertical line over the full height of the figure.
+
+    Args:
+        x: The position of the line on the x-axis.
+    """
+    # With `yref="paper"`, the height of the figure goes from 0 to 1.
     style = {"width": 1, "dash": "dash", "color": MARK}
     return {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": style, "x0": x, "x1": x}
 
@@ -80,7 +87,10 @@ def _bar_trace(series: Series) -> dict[str, Any]:
 
 
 def _line_traces(series: Series) -> list[dict[str, Any]]:
-    """Return the traces of a line. A line with a band has two traces. A single point has an error bar, not a band."""
+    """Return the traces (the objects that plotly draws) of one line of a figure.
+
+    A line with a band has two traces. A line with a single point is drawn as a diamond with an error bar.
+    """
     trace = _line_trace(series)
     if len(series.x) == 1:
         trace |= {"mode": "markers", "marker": {"symbol": "diamond", "size": 12, "color": series.color}}

@@ -72,7 +72,7 @@ def _make_template(name: str, **filters: Callable[[Any], str]) -> "Template":
 
     Args:
         name: The file name of the template. Variables in HTML templates are escaped automatically.
-        filters: Functions that the template calls as `{{ value|name }}`.
+        filters: Functions that convert a value to text. The template calls a filter as `{{ value|name }}`.
     """
     require_package("jinja2", "Writing a report", "trainshort[report]")
     from jinja2 import Environment, StrictUndefined
@@ -80,7 +80,7 @@ def _make_template(name: str, **filters: Callable[[Any], str]) -> "Template":
     is_html = name.endswith(".html")
     environment = Environment(autoescape=is_html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= filters
-    environment.globals["explain"] = _explain_outcome
+    environment.globals["explain"] = _explain_outcome  # Templates call `explain(claim, outcome)`.
     return environment.from_string(read_template(name))
 
 

@@ -89,18 +89,20 @@ def early_figure(headline: Headline, collection: Collection, view: ScaleView | N
     """
     if view is None or view.scale.sliding_tokens is None:
         return None
+    # A query selects stored evaluations. It does not contain a length, so any length can be given here.
     sliding_query, plain_query = build_queries(view.scale, EvalProtocol(1, stride=1))
 
     series: list[Series] = []
     sources: list[Path] = []
     for curve, run in _find_curve_runs(headline, collection):
-        plain_name = curve.name
-        sliding_name = f"{curve.name}, sliding"
-        for name, query in ((plain_name, plain_query), (sliding_name, sliding_query)):
+        for query in (plain_query, sliding_query):
             lengths, perplexities, paths = _read_length_curve(run, query, headline.training_length)
-            if len(lengths) >= 2:
-                series.append(Series(name, lengths, perplexities, curve.color, is_reference=name == plain_name))
-                sources += paths
+            if len(lengths) < 2:
+                continue
+            is_sliding = query is sliding_query
+            name = f"{curve.name}, sliding" if is_sliding else curve.name
+            series.append(Series(name, lengths, perplexities, curve.color, is_reference=not is_sliding))
+            sources += paths
     if not series:
         return None
 
@@ -177,7 +179,14 @@ class ReachResult(NamedTuple):
 
 
 def _parse_reach_result(values: dict[str, Any]) -> ReachResult:
-    """Convert the content of `analysis/reach.json`. The file is written by `trainshort analyze`."""
+    """Convert the content of `analysis/reach.json`, which `trainshort analyze` writes.
+
+    Args:
+        values: The content of the file.
+
+    Raises:
+        LookupError: If the file contains no attention heads.
+    """
     result = values["result"]
     windows = sorted(float(row["window"]) for row in result["rows"])
     proven = sorted(float(row["proven"]) for row in result["rows"] if row["proven"] is not None)
@@ -254,7 +263,8 @@ def origin_rows(collection: Collection) -> list[tuple[str, str]]:
     versions: dict[str, Any] = {}
     times: list[str] = []
     for record in records:
-        versions = record.get("versions") or versions  # The versions of the last record are shown.
+        if record.get("versions"):
+            versions = record["versions"]  # The versions of the last record are shown.
         if record.get("time"):
             times.append(str(record["time"]))
     seeds = sorted({run.config.train.seed for run in runs})
@@ -278,6 +288,7 @@ def _format_training(collection: Collection) -> str:
     runs = collection.runs.values()
     if not runs:
         return ""
+    # The last record of a metrics log contains the totals of the run.
     last_records = [run.metrics[-1] for run in runs if run.metrics]
     tokens = sum(record["tokens"] for record in last_records)
     minutes = sum(record["seconds"] for record in last_records) / 60
@@ -377,8 +388,12 @@ def find_samples(collection: Collection) -> list[TextSample]:
             samples.append(TextSample(method_name(run.config.model.position), training_length, passages, path))
 
     method_ranks = {name: rank for rank, name in enumerate(METHOD_NAMES.values())}
-    unknown_rank = len(method_ranks)
-    return sorted(samples, key=lambda sample: (method_ranks.get(sample.name, unknown_rank), sample.training_length))
+    last_rank = len(method_ranks)  # Methods that are not in the paper come last.
+
+    def sort_key(sample: TextSample) -> tuple[int, int]:
+        return method_ranks.get(sample.name, last_rank), sample.training_length
+
+    return sorted(samples, key=sort_key)
 
 
 def _parse_sample(values: dict[str, Any]) -> tuple[int, list[Passage]]:
@@ -395,5 +410,6 @@ def _parse_sample(values: dict[str, Any]) -> tuple[int, list[Passage]]:
 
 def _make_generated_token(text: str, nll: float) -> GeneratedToken:
     """Return a generated token with its shade."""
+    # The number of thresholds that the negative log-likelihood reaches.
     shade = sum(nll >= threshold for threshold in SURPRISE_THRESHOLDS)
     return GeneratedToken(text, nll, shade)

@@ -106,7 +106,8 @@ class SuitePart:
 
     Attributes:
         suite: The name of the suite, such as "attention".
-        case: Only rows whose benchmark case has these values are shown.
+        case: Only rows whose benchmark case has these values are shown. The benchmark case of a row says what was
+            measured, such as `{"engine": "windowed", "tokens": 4096}`.
         figures: The figures to draw.
         name_suffix: Added to the names of the figures, because names must be unique.
         title_suffix: Added to the titles of the figures and tables.
@@ -203,7 +204,12 @@ def _find_newest_rows(collection: Collection, part: SuitePart) -> tuple[Path, li
 
 
 def _matches_case(row: Measurement, case: Mapping[str, str]) -> bool:
-    """Return whether the benchmark case of a row has the given values."""
+    """Return whether the benchmark case of a row has certain values.
+
+    Args:
+        row: A row of a benchmark result.
+        case: The required values by key, such as `{"inputs": "random"}`. A missing key counts as an empty string.
+    """
     return all(row.case.get(key, "") == value for key, value in case.items())
 
 
@@ -230,7 +236,7 @@ def _make_figure(spec: FigureSpec, rows: Sequence[Measurement], part: SuitePart)
 
     colors: dict[str, str] = {}
     if spec.line_key != "model":  # Lines of models have the color of their position method.
-        colors = dict(zip(lines, cycle(OTHERS), strict=False))
+        colors = dict(zip(lines, cycle(OTHERS), strict=False))  # one color for each line
     colors |= BACKEND_COLORS
     name = f"speed-{spec.name}{part.name_suffix}"
     title = f"{spec.title}{part.title_suffix}"
@@ -240,8 +246,10 @@ def _make_figure(spec: FigureSpec, rows: Sequence[Measurement], part: SuitePart)
 
 def _make_band_point(measure: Measure) -> BandPoint:
     """Return a measured value with a band of its spread. The band stays above 0, because the axis is logarithmic."""
-    spread = measure.value * (measure.spread or 0.0)
-    low = max(measure.value - spread, 0.05 * measure.value)
+    relative_spread = measure.spread or 0.0  # The spread is None if the value was measured only once.
+    spread = measure.value * relative_spread
+    smallest_low = 0.05 * measure.value
+    low = max(measure.value - spread, smallest_low)
     return BandPoint(measure.value, low, measure.value + spread)
 
 
@@ -260,15 +268,15 @@ def _draw_lines(lines: Lines, colors: Mapping[str, str], name: str, title: str, 
     descriptions: list[str] = []
     all_x: set[int] = set()
     for line_name, points in lines.items():
-        x = sorted(points)
-        y = tuple(points[at].value for at in x)
-        low = tuple(points[at].low for at in x)
-        high = tuple(points[at].high for at in x)
+        x_values = tuple(sorted(points))
+        y_values = tuple(points[x].value for x in x_values)
+        low = tuple(points[x].low for x in x_values)
+        high = tuple(points[x].high for x in x_values)
         label = method_name(line_name)
         color = colors.get(line_name) or method_color(line_name)
-        series.append(Series(label, tuple(x), y, color, low, high))
-        all_x.update(x)
-        values = ", ".join(f"{format_number(value)} at {at:,}" for at, value in zip(x, y, strict=True))
+        series.append(Series(label, x_values, y_values, color, low, high))
+        all_x.update(x_values)
+        values = ", ".join(f"{format_number(points[x].value)} at {x:,}" for x in x_values)
         descriptions.append(f"{label} {values}")
     return Figure(
         name=name,
@@ -278,7 +286,7 @@ def _draw_lines(lines: Lines, colors: Mapping[str, str], name: str, title: str, 
         x_label=x_label,
         y_label=y_label,
         x_log=True,
-        ticks=tuple((at, f"{at:,}") for at in sorted(all_x)),
+        ticks=tuple((x, f"{x:,}") for x in sorted(all_x)),
     )
 
 
@@ -291,6 +299,7 @@ def _make_tables(title: str, rows: Sequence[Measurement], path: Path) -> list[Sp
         path: The file with the result.
     """
     tables: list[SpeedTable] = []
+    # `units` maps the name of each measured quantity to its unit. There is one column for each quantity.
     for group, units in group_by_case_keys(rows):
         columns = [f"{measure_name}, {unit}" if unit else measure_name for measure_name, unit in units.items()]
         table_rows: list[tuple[str, list[tuple[str, str]]]] = []
@@ -302,7 +311,7 @@ def _make_tables(title: str, rows: Sequence[Measurement], path: Path) -> list[Sp
 
 
 def _format_cell(measure: Measure | None) -> tuple[str, str]:
-    """Return a measured value, rounded and with all digits. Both texts are empty if nothing was measured."""
+    """Return two texts: a measured value rounded, and with all digits. Both are empty if nothing was measured."""
     if measure is None:
         return "", ""
     return format_number(measure.value), repr(measure.value)
@@ -347,6 +356,7 @@ def cost_figures(collection: Collection) -> list[Figure]:
         return []
 
     figures: list[Figure] = []
+    # The cost file calls the evaluation speed "read speed".
     for name, title in (("train", "Training speed"), ("read", "Evaluation speed")):
         seconds_key = COST_ENTRY_KEYS[f"{name} speed"]
         timed_entries = [entry for entry in entries if entry[seconds_key]]
@@ -368,7 +378,9 @@ def _speed_figure(entries: Sequence[dict[str, Any]], name: str, title: str, seco
         seconds_key: The key of an entry that contains the seconds of each round.
     """
     lines = _relative_speeds(entries, seconds_key)
-    lengths = {length for points in lines.values() for length in points}
+    lengths: set[int] = set()
+    for points in lines.values():
+        lengths.update(points)
     if len(lengths) >= 2:
         title = f"{title}, relative to sinusoidal"
         return _draw_lines(lines, {}, name, title, "sequence length in tokens", "times the speed of sinusoidal")
@@ -387,6 +399,7 @@ def _relative_speeds(entries: Sequence[dict[str, Any]], seconds_key: str) -> Lin
         The relative speeds with their intervals, by method and length. Lengths at which sinusoidal embeddings were not
         measured in the same session are left out.
     """
+    # The seconds of each round of the baseline, by session and length.
     baseline_seconds: dict[tuple[str, int], Sequence[float]] = {}
     for entry in entries:
         if entry["position"] == BASELINE_METHOD:
@@ -394,10 +407,13 @@ def _relative_speeds(entries: Sequence[dict[str, Any]], seconds_key: str) -> Lin
 
     lines: Lines = {}
     for entry in entries:
+        position = entry["position"]
         baseline = baseline_seconds.get((entry["session"], entry["length"]))
-        if baseline and entry["position"] != BASELINE_METHOD:
-            ratios = [baseline_time / time for time, baseline_time in zip(entry[seconds_key], baseline, strict=True)]
-            lines.setdefault(entry["position"], {})[entry["length"]] = BandPoint(*median_with_interval(ratios))
+        if not baseline or position == BASELINE_METHOD:
+            continue
+        ratios = [baseline_time / time for time, baseline_time in zip(entry[seconds_key], baseline, strict=True)]
+        median, low, high = median_with_interval(ratios)
+        lines.setdefault(position, {})[entry["length"]] = BandPoint(median, low, high)
     return lines
 
 
@@ -417,7 +433,7 @@ def _draw_bars(values: Sequence[tuple[dict[str, Any], float]], name: str, title:
         title: The title.
         unit: The unit of the values.
     """
-    length = statistics.mode(entry["length"] for entry, _ in values)
+    length = statistics.mode(entry["length"] for entry, _ in values)  # the most common length
     title = f"{title} at {length:,} tokens"
     series: list[Series] = []
     descriptions: list[str] = []

@@ -163,17 +163,21 @@ def _text_sentences(headline: Headline, collection: Collection) -> str:
 
 
 def _training_sentences(collection: Collection) -> str:
-    """Return sentences about the number of training tokens and the tuning, or "" if the models differ in this."""
+    """Return sentences about the number of training tokens and the tuning of the optimizer settings.
+
+    The result is empty if the models were trained on different numbers of tokens, or if they belong to no scale (one of
+    the sizes laptop, gpu and paper).
+    """
     token_counts = {run.metrics[-1]["tokens"] for run in collection.runs.values() if run.metrics}
     if collection.scale is None or not token_counts:
         return ""
-    fewest = min(token_counts)
-    most = max(token_counts)
+    smallest = min(token_counts)
+    largest = max(token_counts)
     # Sequences at the end of a text can be shorter, so the numbers may differ slightly.
-    if most >= 1.01 * fewest:
+    if largest >= 1.01 * smallest:
         return ""
 
-    amount = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+    amount = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
     sentences = f"Every model was trained on {amount} tokens."
     if collection.scale.name == "laptop":
         sentences += (

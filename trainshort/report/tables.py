@@ -5,7 +5,7 @@ that the links also work if the folder is moved.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -40,8 +40,10 @@ class SourceFiles:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.links: dict[Path, str] = {}
-        for old_copy in make_folder(out / DATA_FOLDER).glob("[0-9][0-9][0-9]-*.json"):
+        self.links: dict[Path, str] = {}  # The link to the copy of each file that was copied.
+        data_folder = make_folder(out / DATA_FOLDER)
+        # The name of a copy starts with a number, such as "003-alibi-128-valid.json".
+        for old_copy in data_folder.glob("[0-9][0-9][0-9]-*.json"):
             old_copy.unlink()
 
     def link(self, path: Path) -> str:
@@ -364,20 +366,31 @@ def _make_figure(experiment: Experiment, view: ScaleView) -> Figure | None:
 
 
 def _find_points(experiment: Experiment, cells: Sequence[Cell], view: ScaleView) -> list[Point]:
-    """Return the measured points of one row of an experiment, sorted by x."""
-    find: Callable[[Sequence[Cell], ScaleView], list[Point]]
+    """Return the measured points of one line of a figure, sorted by their position on the x-axis.
+
+    Args:
+        experiment: The figure of the paper. Its kind decides what the axes show.
+        cells: The cells of the row that is drawn as a line.
+        view: The stored results at one scale (laptop, gpu or paper).
+    """
     if cells[0].quantity == "learning curve":
-        find = _learning_curve_points
+        points = _learning_curve_points(cells, view)
     elif experiment.kind == "by speed":
-        find = _speed_points
+        points = _speed_points(cells, view)
     else:
-        find = _length_points
-    return sorted(find(cells, view), key=lambda point: point.x)
+        points = _length_points(cells, view)
+    return sorted(points, key=lambda point: point.x)
 
 
 def _length_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
-    """Return the measured values of a row by length."""
-    points: dict[int, Point] = {}  # Two lengths of the paper can become the same length at a small scale.
+    """Return the measured values of a row of a figure, with the sequence length on the x-axis.
+
+    Args:
+        cells: The cells of the row.
+        view: The stored results at one scale (laptop, gpu or paper).
+    """
+    # Two lengths of the paper can become the same length at a small scale, so the points are stored by length.
+    points: dict[int, Point] = {}
     for cell in cells:
         measured = view.find_cell(cell)
         if measured is not None and measured.values and cell.x_value is not None:
@@ -387,7 +400,15 @@ def _length_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
 
 
 def _speed_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
-    """Return one point for a row: its last perplexity against its training speed."""
+    """Return the point of a row: its perplexity on the y-axis, and its training speed on the x-axis.
+
+    Args:
+        cells: The cells of the row. If the row has several perplexities, the last one is used.
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        A list with one point. The list is empty if the speed or the perplexity was not measured.
+    """
     speed_cells = [cell for cell in cells if cell.quantity == "train speed"]
     perplexity_cells = [cell for cell in cells if cell.quantity == "perplexity"]
     if not speed_cells or not perplexity_cells:
@@ -400,10 +421,14 @@ def _speed_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
 
 
 def _learning_curve_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
-    """Return the perplexity of a model by training time in minutes.
+    """Return the perplexities of a model during training, with the training time in minutes on the x-axis.
 
     The time is computed from the number of training tokens and the measured speed. Without a measured speed there are
     no points.
+
+    Args:
+        cells: The cells of one row of a figure. All cells have the same model.
+        view: The stored results at one scale (laptop, gpu or paper).
     """
     variant = cells[0].variant
     protocol = cells[0].protocol
@@ -455,7 +480,10 @@ def _has_enough_points(series: Sequence[Series], kind: str) -> bool:
     if kind == "by speed":
         return len(series) >= MIN_POINTS
     counts = [len(line.y) for line in series]
-    return max(counts, default=0) >= MIN_POINTS and sum(counts) >= 2 * MIN_POINTS - 1
+    has_long_line = max(counts, default=0) >= MIN_POINTS
+    # Besides a line with `MIN_POINTS` points, there must be at least two more points.
+    min_total = MIN_POINTS + 2
+    return has_long_line and sum(counts) >= min_total
 
 
 def _format_names(series: Sequence[Series]) -> str:

@@ -12,7 +12,7 @@ from trainshort.experiments.claims.verdicts import Claim, JudgedClaims, Outcome,
 from trainshort.report import render, sections, summary
 from trainshort.report.headline import Headline, find_headline, headline_figure
 from trainshort.report.speed import cost_figures, find_speed_results
-from trainshort.report.tables import SourceFiles, Table, TableCell, paper_figures, paper_tables
+from trainshort.report.tables import Difference, SourceFiles, Table, TableCell, paper_figures, paper_tables
 from trainshort.utils.figures import Figure, draw_changed_figures
 from trainshort.utils.io import make_folder, write_atomic, write_with_checksum
 
@@ -126,9 +126,10 @@ def _make_tables_record(collection: Collection, tables: list[Table]) -> dict[str
     The tables in the documentation are generated from this file.
     """
     provenances = [stored.evaluation.provenance for run in collection.runs.values() for stored in run.evaluations]
+    seeds = {run.config.train.seed for run in collection.runs.values()}
     return {
         "format": 2,
-        "seeds": len({run.config.train.seed for run in collection.runs.values()}),
+        "seeds": len(seeds),
         "tables": [_make_table_record(table) for table in tables],
         "provenance": provenances[-1] if provenances else {},
     }
@@ -140,17 +141,19 @@ def _make_table_record(table: Table) -> dict[str, Any]:
         "name": table.name,
         "title": table.title,
         "columns": table.columns,
-        "rows": [[row, [_make_cell_record(cell) for cell in cells]] for row, cells in table.rows],
+        "rows": [[label, [_make_cell_record(cell) for cell in cells]] for label, cells in table.rows],
         "note": table.note,
-        "differences": [
-            {
-                "row": difference.row,
-                "column": difference.column,
-                "other": difference.baseline_row,
-                "told": difference.text,
-            }
-            for difference in table.differences
-        ],
+        "differences": [_make_difference_record(difference) for difference in table.differences],
+    }
+
+
+def _make_difference_record(difference: Difference) -> dict[str, Any]:
+    """Return the comparison of ALiBi with another method as data for `tables.json`."""
+    return {
+        "row": difference.row,
+        "column": difference.column,
+        "other": difference.baseline_row,
+        "told": difference.text,
     }
 
 
@@ -206,6 +209,9 @@ def headline_table(collection: Collection) -> ConsoleTable | None:
         table.add_column(curve.name, justify="right", no_wrap=True)
     for length in headline.lengths:
         multiple = length / headline.training_length
-        cells = [f"{curve.points[length]:.2f}" if length in curve.points else "" for curve in headline.curves]
+        cells: list[str] = []
+        for curve in headline.curves:
+            # A curve without a result at this length has an empty cell.
+            cells.append(f"{curve.points[length]:.2f}" if length in curve.points else "")
         table.add_row(f"{length:,} ({multiple:.4g}x)", *cells)
     return table

@@ -108,7 +108,8 @@ def save(run: Path, data: CheckpointData, world: World) -> Path:
         return folder
     partial = checkpoint_files.partial_path(folder)
     hint = "Earlier checkpoints are intact. Free some disk space, then continue with --resume."
-    report_os_errors = translate_os_errors("save", folder, hint)  # used as a decorator of the steps below
+    # `report_os_errors(function)` returns a function that raises InputError with this hint instead of OSError.
+    report_os_errors = translate_os_errors("save", folder, hint)
     try:
         world.run_on_main(report_os_errors(lambda: _create_partial_folder(partial, data)))
         world.run_on_all_ranks(report_os_errors(lambda: _write_parts(partial, data, world)))
@@ -137,7 +138,12 @@ def _compute_digests_of_rank(partial: Path, world: World) -> checkpoint_files.Di
     """Flush a share of the files to the disk, and return their sizes and hashes.
 
     The ranks share the files: with two ranks, each rank processes every second file.
+
+    Args:
+        partial: The partial folder of the checkpoint.
+        world: The ranks that train together.
     """
+    # Rank 0 takes the files 0, size, 2 * size and so on. Rank 1 takes the files 1, 1 + size and so on.
     names_of_rank = checkpoint_files.list_files(partial)[world.rank :: world.size]
     digests = {}
     for name in names_of_rank:

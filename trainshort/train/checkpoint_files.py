@@ -130,7 +130,8 @@ def best_checkpoint(run: Path, report: ReportFunction = log.warning) -> Path | N
     best_folder = _first_valid(folders_by_loss, messages.append)
     if best_folder is None:
         best_folder = latest_checkpoint(run, messages.append)
-    for message in dict.fromkeys(messages):  # Report each message once.
+    unique_messages = dict.fromkeys(messages)  # A dictionary keeps the order and removes duplicates.
+    for message in unique_messages:
         report(message)
     return best_folder
 
@@ -142,7 +143,7 @@ def _read_validation_losses(run: Path, report: ReportFunction) -> dict[Path, flo
         run: The run folder.
         report: Called with a message for each checkpoint whose state.json is damaged.
     """
-    losses = {}
+    losses: dict[Path, float] = {}
     for folder in list_checkpoints(run):
         try:
             loss = read_state(folder).valid_loss
@@ -304,8 +305,8 @@ def delete_old_checkpoints(run: Path, keep: int) -> None:
         best_folder = min(losses, key=lambda folder: losses[folder])
         checkpoints_to_keep.add(best_folder)
     for folder in set(checkpoints) - checkpoints_to_keep:
-        # The folder is renamed first. If the process is killed during the removal, the rest of the folder does not look
-        # like a checkpoint.
+        # The folder is renamed first. If the process is killed during the removal, the remaining files are not in a
+        # folder with the name of a checkpoint.
         renamed_folder = folder.with_name(f".removed-{folder.name}")
         try:
             folder.rename(renamed_folder)
@@ -346,6 +347,7 @@ def quarantine_checkpoints(run: Path, after: Path) -> None:
         if folder.name <= after.name:
             continue
         damaged_name = f"{folder.name}.damaged"
+        # The same step may have been renamed before. Then a number makes the new name unique.
         earlier_names = [path.name for path in folder.parent.iterdir() if path.name.startswith(damaged_name)]
         if earlier_names:
             damaged_name += f"-{len(earlier_names)}"

@@ -84,9 +84,17 @@ def train(
 def _train_on_ranks(
     config: RunConfig, run: Path, world: World, stop: StopRequest | None, *, resume: bool, quiet: bool
 ) -> TrainResult:
-    """Set up and train a run on all ranks. The arguments are those of `train`.
+    """Set up a run, train it and return the result. All ranks must call this function.
 
     This is a separate function so that all tensors and models are freed before torch.distributed is shut down.
+
+    Args:
+        config: The settings of the run.
+        run: The run folder.
+        world: The ranks that train together.
+        stop: Records signals that ask the process to stop. None creates a new `StopRequest`.
+        resume: Whether to continue an existing run.
+        quiet: Whether to show no progress.
     """
     with setup_run(config, run, world, resume=resume, quiet=quiet) as (context, state):
         settings = context.config.train
@@ -144,10 +152,10 @@ def _run_steps(
         batch = context.batch_stream.batch(state.step)
         # The ranks exchange two numbers before each step: the number of targets, and the signal that the rank got.
         own_target_count = float((batch.targets != IGNORED).sum())
-        rows = context.world.all_gather([own_target_count, float(stop_request.number)])
-        target_count = int(sum(row[0] for row in rows))
-        signal_number = int(max(row[1] for row in rows))
-        if signal_number:
+        values_by_rank = context.world.all_gather([own_target_count, float(stop_request.number)])
+        target_count = int(sum(rank_target_count for rank_target_count, _ in values_by_rank))
+        signal_number = int(max(rank_signal_number for _, rank_signal_number in values_by_rank))
+        if signal_number:  # 0 means that no rank got a signal.
             state = _with_elapsed_time(state, start_time)
             saved_folder = _save_checkpoint(context, state)
             if context.world.is_main:
@@ -275,7 +283,7 @@ def _check_finite_on_all_ranks(context: TrainingContext, step: int, nll: float, 
     Raises:
         NotFiniteError: If a loss of any rank or the norm of the gradients is NaN or infinite.
     """
-    losses = [row[0] for row in context.world.all_gather([nll])]
+    losses = [rank_nll for (rank_nll,) in context.world.all_gather([nll])]
     bad_ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     if not bad_ranks and math.isfinite(grad_norm):
         return sum(losses)
@@ -337,7 +345,13 @@ def _metrics_record(state: TrainState, *, lr: float, grad_norm: float, step_seco
 
 
 def _log(context: TrainingContext, display: TrainingDisplay, record: dict[str, Any]) -> None:
-    """Append a record to metrics.jsonl and show the record."""
+    """Append a record to metrics.jsonl and show it on the terminal. All ranks must call this function.
+
+    Args:
+        context: The ranks and the run folder.
+        display: Shows the record.
+        record: The values, such as the step and the loss.
+    """
     context.world.run_on_main(lambda: metrics_log.append_line(context.folder.metrics, record))
     display.show(record)
 
@@ -403,7 +417,8 @@ def _compute_validation_loss(context: TrainingContext) -> tuple[float, int]:
     mask_id = context.batch_stream.mask
 
     model.eval()
-    nll, count = 0.0, 0
+    nll = 0.0
+    count = 0
     for first_index in range(0, len(batches), world.size):
         own_index = first_index + world.rank
         has_batch = own_index < len(batches)

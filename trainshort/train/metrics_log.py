@@ -60,8 +60,10 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     if checkpoint_states:
         last_state = checkpoint_states[-1]
         step = last_state.get("step")
+        last_checksum = last_state.get("metrics")
         if isinstance(step, int):
-            _lines_up_to_step(folder, lines, step, last_state.get("metrics"))  # Raises InputError if lines are missing.
+            # Only the check is needed here. The function raises InputError if lines are missing.
+            _lines_up_to_step(folder, lines, step, last_checksum)
     return [record for record, _ in lines]
 
 
@@ -103,8 +105,8 @@ def _lines_up_to_step(
             lines_up_to_step.append((record, checksum))
 
     if lines_up_to_step:
-        _, found_checksum = lines_up_to_step[-1]
-        is_complete = found_checksum == last_checksum
+        _, checksum_of_last_line = lines_up_to_step[-1]
+        is_complete = checksum_of_last_line == last_checksum
     else:
         was_started_again = bool(lines)
         was_deleted = not folder.metrics.exists()

@@ -51,6 +51,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
         return config.warmup_start_lr + (config.lr - config.warmup_start_lr) * step / config.warmup
     if config.schedule == "constant":
         return config.lr
+    # After the warm-up, the progress rises from 0 to 1, and the learning rate falls from `lr` to `min_lr`.
     progress = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
     if config.schedule == "linear":
         remaining = 1 - progress
@@ -135,6 +136,7 @@ class Muon(torch.optim.AdamW):
         for (rows, columns), parameters in parameters_by_shape.items():
             momenta = torch.stack([self._update_momentum(parameter) for parameter in parameters])
             updates = orthogonalize(momenta)
+            # With this factor, the update has about the same size as an update of AdamW.
             step_size = 0.2 * math.sqrt(max(rows, columns)) * group["lr"]
             for parameter, update in zip(parameters, updates, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -318,15 +320,16 @@ def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
     Returns:
         The tensors by the name of the parameter and of the tensor, such as "layers.0.ffn.wide.weight.exp_avg".
     """
-    state_names = {}
+    # The names of the tensors that the optimizer stores for each parameter, such as ("exp_avg", "exp_avg_sq").
+    names_by_parameter = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state_names[parameter] = group["state_names"]
+            names_by_parameter[parameter] = group["state_names"]
 
     tensors = {}
     for parameter_name, parameter in model.named_parameters():
         # A frozen parameter is in no group and has no state.
-        for state_name in state_names.get(parameter, ()):
+        for state_name in names_by_parameter.get(parameter, ()):
             state = optimizer.state[parameter]
             if state_name not in state:
                 state[state_name] = torch.zeros_like(parameter)

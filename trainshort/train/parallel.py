@@ -105,16 +105,17 @@ class World:
         Raises:
             InputError: If `work` raised an `InputError` on any rank.
         """
-        own_error, result = None, None
+        own_error = None
+        result = None
         try:
             result = work()
         except InputError as error:
             own_error = error
-        has_failed = float(own_error is not None)
-        flags = self.all_gather([has_failed])
+        own_flag = float(own_error is not None)  # 1.0 if `work` has failed on this rank, otherwise 0.0.
+        flags_by_rank = self.all_gather([own_flag])
         if own_error is not None:
             raise own_error
-        failed_ranks = [rank for rank, (flag,) in enumerate(flags) if flag]
+        failed_ranks = [rank for rank, (flag,) in enumerate(flags_by_rank) if flag]
         if failed_ranks:
             raise InputError(f"Rank {failed_ranks[0]} has failed. See the error message of that rank.")
         return result  # pyright: ignore[reportReturnType]  (`work` did not fail, so there is a result.)
@@ -131,7 +132,11 @@ class World:
         Raises:
             InputError: If `work` raised an `InputError`.
         """
-        return self.run_on_all_ranks(work if self.is_main else lambda: None)
+
+        def do_nothing() -> None:
+            """Take the place of `work` on all ranks except rank 0."""
+
+        return self.run_on_all_ranks(work if self.is_main else do_nothing)
 
     def broadcast_from_rank0(self, work: Callable[[], Result]) -> Result:
         """Call a function on rank 0 and return its result on all ranks.
@@ -205,9 +210,9 @@ def init_distributed() -> Iterator[World]:
         nodes = size // ranks_per_node
         yield World(rank=rank, size=size, nodes=nodes, device=device, store=PrefixStore("trainshort", store))
     finally:
-        # Avoid a deadlock. The threads of gloo need Python's lock to free the tensors of the last operation. Whoever
-        # destroys the process group waits for these threads. The reducer of DDP does so while it holds the lock.
-        # Therefore reducers are collected first, and the threads get some time to finish.
+        # These lines avoid a deadlock. The threads of gloo need Python's global lock to free the tensors of the last
+        # operation. Destroying the process group waits for these threads. The reducer of DDP also waits for them while
+        # it holds the global lock. Therefore reducers are freed first, and the threads get some time to finish.
         gc.collect()
         time.sleep(0.1)
         dist.destroy_process_group()
@@ -305,8 +310,10 @@ def _shard_model(model: Any, world: World, strategy: str, *, bfloat16: bool) -> 
         dimension_names = ("shard",)
     mesh = init_device_mesh(world.device.type, mesh_shape, mesh_dim_names=dimension_names)
 
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bfloat16 else {}
-    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    # With None, FSDP computes and sums in the data type of the parameters.
+    param_dtype = torch.bfloat16 if bfloat16 else None
+    reduce_dtype = torch.float32 if bfloat16 else None
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # All parameters outside the layers form one group. So the input embedding and the output matrix can share a tensor.

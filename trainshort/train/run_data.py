@@ -99,6 +99,7 @@ def open_run_data(run: Path, config: DataConfig) -> PreparedDataset:
             ) from None
 
     # In a dataset that was prepared from another text, token ids can have other meanings.
+    # The first line of sessions.jsonl holds the SHA-256 of the training split.
     sessions = read_lines(RunFolder(run).sessions)
     trained_sha256 = sessions[0].get("data") if sessions else None
     if trained_sha256 is not None and trained_sha256 != prepared.meta.splits["train"].sha256:

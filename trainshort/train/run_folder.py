@@ -180,7 +180,7 @@ def check_run_path_free(path: Path, *, resume: bool) -> RunConfig | None:
     except OSError as error:
         raise InputError(f"Cannot list {path}: {io.describe_os_error(error)}. Choose another --out.") from None
 
-    # A process that was killed at the very start leaves only these two files.
+    # A process that was killed before the run was created leaves at most these two files.
     files_before_start = {"config.json" + io.PARTIAL, LOCK_FILE}
     exists_already = bool(entries - files_before_start)
     if not exists_already:

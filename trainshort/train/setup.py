@@ -103,6 +103,7 @@ def setup_run(
     context = build_training(config, RunFolder(run), world, prepared)
 
     opened_run = run_folder.open_run(run, config, resume=resume)
+    # Only rank 0 opens and locks the run folder. The exit stack closes the folder when the training ends.
     with ExitStack() as exit_stack:
         world.run_on_main(lambda: exit_stack.enter_context(opened_run))
         world.run_on_main(lambda: check_same_data(context, data_sha256))
@@ -198,7 +199,9 @@ def check_model_fits_memory(config: ModelConfig) -> None:
     available_bytes = machine.total_memory()
     layer_bytes = LAYER_OBJECT_BYTES * config.layers
     weight_count = config.min_parameter_count
-    if 4 * weight_count + layer_bytes <= available_bytes and config.vocab_size:
+    # `weight_count` is a lower bound so far, and a float32 weight has 4 bytes.
+    may_fit = 4 * weight_count + layer_bytes <= available_bytes
+    if may_fit and config.vocab_size:
         # Count the weights exactly. Tensors on the device "meta" have shapes but no memory.
         with torch.device("meta"):
             weight_count = sum(weight.numel() for weight in TransformerLM(config).parameters())
@@ -245,7 +248,9 @@ def build_training(config: RunConfig, folder: RunFolder, world: World, prepared:
         mask=None if config.model.causal else mask_token(config.model),
     )
     uses_bfloat16 = settings.precision == "bfloat16" and _supports_bfloat16(world)
-    autocast = partial(torch.autocast, world.device.type, torch.bfloat16) if uses_bfloat16 else nullcontext
+    autocast: Callable[[], AbstractContextManager] = nullcontext
+    if uses_bfloat16:
+        autocast = partial(torch.autocast, world.device.type, torch.bfloat16)
 
     torch.manual_seed(settings.seed)
     rng_devices = [world.device] if world.device.type == "cuda" else []
@@ -363,8 +368,9 @@ def _find_latest_checkpoint(folder: RunFolder, report: checkpoint_files.ReportFu
 
 
 def check_resumable(config: RunConfig, folder: RunFolder) -> None:
-    """Raise `InputError` if all checkpoints of a run are damaged, or the run has already done more steps than
-    requested.
+    """Raise `InputError` if a run cannot be resumed.
+
+    A run cannot be resumed if all of its checkpoints are damaged, or if it has already done more steps than requested.
 
     Args:
         config: The settings with which the run is resumed.

@@ -118,7 +118,7 @@ def test_interrupted_analysis_resumes(run: Path, capsys, monkeypatch):
 
     max_measurements = 100
     assert analyze(*words) == 0
-    assert "--again" in capsys.readouterr().out, "the result of `recall` is reused"
+    assert "--overwrite" in capsys.readouterr().out, "the result of `recall` is reused"
     assert len(measured_configurations) == len(set(measured_configurations)), "no measurement was repeated"
     rows = read_analysis(run, "cost")["result"]["rows"]
     assert len(measured_configurations) == len(rows)

@@ -314,7 +314,7 @@ def analyze(
 
         result = None if again else _load_result(path, inputs)
         if result is not None:
-            console.print("This result was stored before. --again computes it again.", highlight=False)
+            console.print("This result was stored before. --overwrite computes it again.", highlight=False)
         else:
             try:
                 result = _run_and_store(name, context, inputs, path, quiet=console.quiet)

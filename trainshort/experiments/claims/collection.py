@@ -22,7 +22,7 @@ from trainshort.utils.io import MissingFileError, read_with_checksum
 
 # The file with the measured speed and memory of models. It is in the folder that contains the run folders.
 COST_FILE = "cost.json"
-COST_FORMAT = 2
+COST_FORMAT = 2  # The version of this file.
 
 # The format of text samples (`samples/sample.json` in a run folder).
 SAMPLE_FORMAT = 2
@@ -80,7 +80,8 @@ class Run:
 
 
 def _is_standard(evaluation: Evaluation) -> bool:
-    """Return whether an evaluation used the best checkpoint without overlap and with unchanged ALiBi slopes."""
+    """Return whether an evaluation used the best checkpoint, windows without overlap and unchanged ALiBi slopes."""
+    # An evaluation of a run folder uses the best checkpoint. An evaluation of another checkpoint has another kind.
     uses_best_checkpoint = evaluation.target["kind"] == "run"
     has_no_overlap = evaluation.protocol["stride"] is None
     has_unchanged_slopes = evaluation.protocol["slopes"] is None
@@ -133,6 +134,7 @@ def _belongs_to_scale(scale: Scale, name: str, position: str, seed: int) -> bool
     """
     # Computing a run name is slow. Therefore only variants with the same training length are compared.
     length_text = name.removeprefix(f"{position}-").partition("-")[0]
+    # A scale with a single corpus trains the same model for every setup, so one setup is enough.
     setups = SETUPS[:1] if scale.uses_single_corpus else SETUPS
     for setup in setups:
         for length in LENGTHS:
@@ -188,6 +190,7 @@ def _read_runs(path: Path) -> list[Run]:
 
 
 def _read_run(folder: Path) -> Run:
+    """Read the config and the stored evaluations of a run folder."""
     return Run(folder, load_config(folder / "config.json"), find_evaluations(folder))
 
 
@@ -202,9 +205,9 @@ def _has_config(folder: Path) -> bool:
     try:
         (folder / "config.json").lstat()
     except PermissionError:
-        raise
+        raise  # `PermissionError` is a subclass of `OSError`, but it must not be ignored.
     except OSError:
-        return False
+        return False  # There is no such file.
     return True
 
 
@@ -241,7 +244,10 @@ def read_costs(root: Path) -> dict[str, Any]:
     """
 
     def parse_entries(values: dict[str, Any]) -> dict[str, Any]:
-        return dict(values["entries"]) if values["format"] == COST_FORMAT else {}
+        """Return the entries in the content of the cost file. A file of another format has no usable entries."""
+        if values["format"] != COST_FORMAT:
+            return {}
+        return dict(values["entries"])
 
     hint = "Remove it to measure the costs again."
     return read_stored_result(root / COST_FILE, parse_entries, hint) or {}

@@ -30,7 +30,7 @@ from trainshort.experiments.claims.verdicts import (
 from trainshort.experiments.experiments import EvalProtocol, Variant, build_queries, method_name
 
 BASE_LENGTH = 512
-"""The training length of the demo and of the left half of Figure 1, in the paper's numbers."""
+"""The paper's training length of the models that most checks compare. A scale can divide all lengths of the paper."""
 
 MAX_PERPLEXITY_RATIO = 1.01
 """A perplexity counts as "no worse" up to this multiple of the perplexity at the training length."""
@@ -61,7 +61,7 @@ def find_perplexity(view: ScaleView, variant: Variant, length: int, stride: int 
     Args:
         view: The stored results at one scale (laptop, gpu or paper).
         variant: The model.
-        length: The evaluation length in the paper's numbers.
+        length: The evaluation length in the paper. The scale converts it to the actual length.
         stride: The stride of a sliding window. None evaluates windows that do not overlap.
     """
     cell = view.find_evaluation(variant, EvalProtocol(length, stride))
@@ -95,7 +95,8 @@ def compare_methods(view: ScaleView, length: int, position: str, baseline: str) 
 
     Args:
         view: The stored results at one scale (laptop, gpu or paper).
-        length: The training length and evaluation length of both models, in the paper's numbers.
+        length: The training length and evaluation length of both models in the paper. The scale converts it to the
+            actual length.
         position: The position method.
         baseline: The position method that it is compared with.
 
@@ -103,9 +104,9 @@ def compare_methods(view: ScaleView, length: int, position: str, baseline: str) 
         How much higher the perplexity of `position` is than the perplexity of `baseline`. None if one is missing.
     """
     protocol = EvalProtocol(length)
-    return view.compare_perplexities(
-        (wikitext_variant(position, length), protocol), (wikitext_variant(baseline, length), protocol)
-    )
+    model = wikitext_variant(position, length)
+    baseline_model = wikitext_variant(baseline, length)
+    return view.compare_perplexities((model, protocol), (baseline_model, protocol))
 
 
 def find_rows_by_length(view: ScaleView, variant: Variant) -> dict[int, tuple[LengthScore, Path]]:
@@ -113,6 +114,7 @@ def find_rows_by_length(view: ScaleView, variant: Variant) -> dict[int, tuple[Le
     runs = view.find_runs(variant)
     if not runs:
         return {}
+    # `find_rows` ignores the length of the protocol, and returns the results of all lengths.
     return view.find_rows(runs[0], EvalProtocol(BASE_LENGTH))
 
 
@@ -149,11 +151,17 @@ def longest_usable_length(view: ScaleView, position: str) -> UsableLength | None
     rows = [row for length, (row, _) in find_rows_by_length(view, variant).items() if length >= training_length]
     if not rows or find_perplexity(view, variant, BASE_LENGTH) is None:
         return None
+
     # The rows are sorted by length, so the first row is the training length.
     max_perplexity = MAX_PERPLEXITY_RATIO * rows[0].perplexity
-    usable = [(row.length, row.status == "scored" and row.perplexity <= max_perplexity) for row in rows]
-    length = longest_contiguous(usable)
-    return UsableLength(length or rows[0].length, length == rows[-1].length)
+    usable_by_length: list[tuple[int, bool]] = []
+    for row in rows:
+        is_usable = row.status == "scored" and row.perplexity <= max_perplexity
+        usable_by_length.append((row.length, is_usable))
+    # The last length before the first length that is not usable.
+    longest_usable = longest_contiguous(usable_by_length)
+    is_longest_evaluated = longest_usable == rows[-1].length
+    return UsableLength(longest_usable or rows[0].length, is_longest_evaluated)
 
 
 def usable_length_bounds(view: ScaleView, position: str) -> tuple[float, float]:
@@ -241,8 +249,9 @@ def _degrades_earlier(bounds: tuple[float, float], other_bounds: tuple[float, fl
     """Judge whether a method becomes worse at a shorter length than another method.
 
     Args:
-        bounds: The bounds of the longest usable length of the method. See `usable_length_bounds`.
-        other_bounds: The bounds of the other method.
+        bounds: Two lengths of the method: the longest length at which its perplexity is certainly no worse than at the
+            training length, and the first length at which its perplexity is certainly worse.
+        other_bounds: The two lengths of the other method.
     """
     longest_good, first_worse = bounds
     other_longest_good, other_first_worse = other_bounds
@@ -355,9 +364,11 @@ def check_flat_sliding(view: ScaleView) -> Outcome:
     if at_twice is None or at_four_times is None:
         return missing_outcome("ALiBi evaluated with a sliding window at 1, 2 and 4 times its training length")
 
-    base_perplexity = at_twice.values[1]
+    # `values` holds the perplexity at the longer length and the perplexity at the training length.
+    twice_perplexity, base_perplexity = at_twice.values
+    four_times_perplexity, _ = at_four_times.values
     measured = (
-        f"{base_perplexity:.2f}, {at_twice.values[0]:.2f}, {at_four_times.values[0]:.2f} at 1, 2 and 4 times the length"
+        f"{base_perplexity:.2f}, {twice_perplexity:.2f}, {four_times_perplexity:.2f} at 1, 2 and 4 times the length"
     )
     reason = (
         f"The perplexity differs by {at_twice} at twice the training length, and by {at_four_times} at four times. "
@@ -366,6 +377,7 @@ def check_flat_sliding(view: ScaleView) -> Outcome:
     )
     verdicts: list[Verdict] = []
     for change in (at_twice, at_four_times):
+        # The change must be neither above +3 % nor below -3 %.
         verdicts.append(negate_verdict(judge_above(change, FLAT_CHANGE)))
         verdicts.append(judge_above(change, -FLAT_CHANGE))
     return make_outcome(combine_verdicts(verdicts), measured, reason, at_twice, at_four_times)
@@ -408,8 +420,9 @@ def check_early_tokens(view: ScaleView) -> Outcome:
     if len(plain_results) < 2 or len(sliding_results) < 2:
         return missing_outcome("ALiBi evaluated with and without overlap on the same text")
 
-    (plain_base, _), (plain_twice, _) = plain_results
-    (sliding_base, _), (sliding_twice, _) = sliding_results
+    # The results at 1 and 2 times the training length, each without the path of its file.
+    plain_base, plain_twice = [row for row, _ in plain_results]
+    sliding_base, sliding_twice = [row for row, _ in sliding_results]
     plain_gain = plain_base.perplexity - plain_twice.perplexity
     sliding_gain = sliding_base.perplexity - sliding_twice.perplexity
     measured = (
@@ -445,7 +458,15 @@ def _find_scored_rows(view: ScaleView, query: Query) -> list[tuple[LengthScore, 
 
 
 def _half_width(row: LengthScore, baseline: LengthScore) -> float:
-    """Return half the width of the interval of the difference between two mean losses, or 0 for a very short text."""
+    """Return half the width of the 95 % interval of the difference between two mean losses.
+
+    Args:
+        row: The result at one evaluation length.
+        baseline: The result that it is compared with.
+
+    Returns:
+        Half the width. 0 if the text is too short for an interval.
+    """
     bounds = interval(row, baseline)
     if bounds is None:
         return 0.0

@@ -132,6 +132,7 @@ def median_with_interval(values: list[float]) -> tuple[float, float, float]:
     # How many of the smallest and of the largest values the interval excludes.
     drop = 0
     for candidate in range(count // 2):
+        # Exactly `candidate` of the values are below the true median, or exactly `candidate` are above it.
         outside_probability += 2 * math.comb(count, candidate) / 2**count
         if outside_probability > 0.05:
             break
@@ -154,14 +155,23 @@ class ScaleView:
     run_names: dict[Variant, str] = field(default_factory=dict)
 
     def find_cell(self, cell: Cell) -> MeasuredCell | None:
-        """Return the measured values of a cell of the paper, or None if the cell was not measured."""
+        """Return the measured values of a cell.
+
+        Args:
+            cell: One number of the paper, with the model and the evaluation that measure the number.
+
+        Returns:
+            The values, or None if the cell was not measured. A cell of a learning curve always gives None, because a
+            learning curve has no single value. See `find_learning_curve`.
+        """
         if cell.variant is None:
-            return None
+            return None  # The paper quotes the number from other work.
         if cell.is_cost:
             return self.find_cost(cell.variant, cell.quantity)
         if cell.quantity == "learning curve" or cell.protocol is None:
             return None
-        return self.find_evaluation(cell.variant, cell.protocol, speed=cell.quantity == "read speed")
+        is_speed = cell.quantity == "read speed"  # the evaluation speed
+        return self.find_evaluation(cell.variant, cell.protocol, speed=is_speed)
 
     def _lookup(self, variant: Variant, stored: dict[str, T]) -> T | None:
         """Return the value that is stored under the run name of a model, or None if there is no such value."""
@@ -204,7 +214,7 @@ class ScaleView:
         Args:
             variant: The model. Its seed is ignored.
             protocol: The length, the stride and the split of the evaluation.
-            speed: Return the evaluation speed in tokens per second instead of the perplexity.
+            speed: Whether to return the evaluation speed in tokens per second instead of the perplexity.
 
         Returns:
             The values, or None if the model was not evaluated with this protocol.
@@ -234,7 +244,8 @@ class ScaleView:
         for run in self.find_runs(variant):
             tokens_per_step = run.config.train.batch * run.config.train.length
             stored_steps = {stored.evaluation.target.get("step") for stored in run.evaluations}
-            for step in sorted(step for step in stored_steps if step is not None):
+            evaluated_steps = sorted(step for step in stored_steps if step is not None)
+            for step in evaluated_steps:
                 query = replace(build_learning_curve_query(self.scale, protocol), step=step)
                 result = run.rows(query).get(length)
                 if result is None:
@@ -261,12 +272,16 @@ class ScaleView:
             return None
         sources = (entry["path"],)
         if quantity == "train memory":
-            memory = entry["train_memory"]
-            return None if memory is None else MeasuredCell((memory / 1e9,), sources)
-        seconds = entry[COST_ENTRY_KEYS[quantity]]
-        if not seconds:
+            memory_bytes = entry["train_memory"]
+            if memory_bytes is None:
+                return None
+            return MeasuredCell((memory_bytes / 1e9,), sources)
+        seconds_per_round = entry[COST_ENTRY_KEYS[quantity]]
+        if not seconds_per_round:
             return None
-        return MeasuredCell((entry["tokens"] / statistics.median(seconds),), sources)
+        # Each round processes `entry["tokens"]` tokens.
+        tokens_per_second = entry["tokens"] / statistics.median(seconds_per_round)
+        return MeasuredCell((tokens_per_second,), sources)
 
     # ---- comparisons
 
@@ -342,6 +357,7 @@ class ScaleView:
         if cell is None or baseline_cell is None or not cell.values or not baseline_cell.values:
             return None
 
+        # The noise is known for mean losses. A mean loss is a log-perplexity, so the interval is one of logarithms.
         log_ratio = math.log(cell.value / baseline_cell.value)
         noise = max(self._text_noise(evaluated, baseline), _seed_noise(cell, baseline_cell))
         return RatioWithInterval(
@@ -353,9 +369,15 @@ class ScaleView:
         )
 
     def _text_noise(self, evaluated: tuple[Variant, EvalProtocol], baseline: tuple[Variant, EvalProtocol]) -> float:
-        """Return half the width of the interval of a difference of mean losses, computed by resampling the text.
+        """Return how much the difference between two mean losses varies with the text.
 
-        The first seed of each model is used. The result is 0 if the two models were evaluated on different texts.
+        Args:
+            evaluated: The model and its evaluation protocol.
+            baseline: The model and the protocol that they are compared with.
+
+        Returns:
+            Half the width of the 95 % interval of the difference, computed by resampling the text. The first seed of
+            each model is used. The result is 0 if the two models were evaluated on different texts.
         """
         row, _ = self.find_rows_of_seeds(*evaluated)[0]
         baseline_row, _ = self.find_rows_of_seeds(*baseline)[0]

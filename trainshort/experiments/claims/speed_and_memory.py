@@ -36,14 +36,24 @@ REPEATED_MEMORY_CRITERION = CriterionVersion(
 )
 
 SPEED_LENGTHS = (BASE_LENGTH, *COST_LENGTHS)
-"""The training lengths at which speeds are compared, in the paper's numbers. Missing measurements are skipped."""
+"""The training lengths (of the paper) at which speeds are compared. Lengths that were not measured are skipped."""
 
 
 def speedups_over_sinusoidal(view: ScaleView, position: str) -> dict[int, RatioWithInterval]:
-    """Return how much faster a position method trains than sinusoidal embeddings, by training length."""
+    """Return how much faster a position method trains than sinusoidal embeddings.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+        position: The position method.
+
+    Returns:
+        The relative differences in speed by the actual training length. Lengths that were not measured are left out.
+    """
     speedups: dict[int, RatioWithInterval] = {}
     for length in SPEED_LENGTHS:
-        speedup = view.compare_speeds(wikitext_variant(position, length), wikitext_variant("sinusoidal", length))
+        model = wikitext_variant(position, length)
+        sinusoidal = wikitext_variant("sinusoidal", length)
+        speedup = view.compare_speeds(model, sinusoidal)
         if speedup is not None:
             speedups[view.scale.scale_length(length)] = speedup
     return speedups
@@ -69,6 +79,7 @@ def check_same_speed(view: ScaleView) -> Outcome:
         "The claim is supported if ALiBi is at most 1 % slower at every length. "
         "The speeds were compared round by round on this machine."
     )
+    # A speedup of -0.01 means 1 % slower than sinusoidal embeddings.
     verdict = combine_verdicts(judge_above(speedup, -0.01) for speedup in speedups.values())
     return make_outcome(verdict, format_speedups(speedups), reason, *speedups.values())
 
@@ -95,7 +106,8 @@ def check_same_memory(view: ScaleView) -> Outcome:
         "The claim is supported if the difference is at most 1 % and at most 100 MB. "
         "Memory is the peak above the memory of the idle program."
     )
-    max_change = min(0.01, 0.1 / sinusoidal_memory.value)  # 0.1 GB relative to the memory of the baseline
+    # The smaller limit applies: 1 %, or 0.1 GB relative to the memory of the baseline in GB.
+    max_change = min(0.01, 0.1 / sinusoidal_memory.value)
     return make_outcome(negate_verdict(judge_above(change, max_change)), measured, reason, change)
 
 
@@ -117,6 +129,7 @@ def check_others_slower(view: ScaleView) -> Outcome:
         "The size of the difference depends on the implementation, as the paper says."
     )
     speedups = [*rotary_speedups.values(), *t5_speedups.values()]
+    # A speedup of -0.01 means 1 % slower than sinusoidal embeddings.
     verdict = combine_verdicts(judge_below(speedup, -0.01) for speedup in speedups)
     return make_outcome(verdict, measured, reason, *speedups)
 
@@ -136,6 +149,7 @@ def check_others_slower(view: ScaleView) -> Outcome:
 )
 def check_time_to_perplexity(view: ScaleView) -> Outcome:
     """Check that ALiBi, trained short, needs less time than sinusoidal, trained long, for the same perplexity."""
+    # The paper compares the first pair of models. The second pair is trained at every scale.
     for setup, short_length, long_length in (("cc100", 1024, 2048), ("wikitext103", BASE_LENGTH, 3072)):
         alibi = Variant(setup, "alibi", short_length)
         sinusoidal = Variant(setup, "sinusoidal", long_length)
@@ -204,10 +218,16 @@ def _saving_in_time(token_saving: float, speedup: RatioWithInterval, sources: tu
         The share of the time that is saved, with its interval.
     """
 
-    def saving_at(speedup_value: float) -> float:
-        return 1 - (1 - token_saving) / (1 + speedup_value)
+    def time_saving(speedup_value: float) -> float:
+        needed_time = (1 - token_saving) / (1 + speedup_value)  # as a fraction of the time of the other model
+        return 1 - needed_time
 
-    return RatioWithInterval(saving_at(speedup.change), saving_at(speedup.low), saving_at(speedup.high), sources)
+    return RatioWithInterval(
+        change=time_saving(speedup.change),
+        low=time_saving(speedup.low),
+        high=time_saving(speedup.high),
+        sources=sources,
+    )
 
 
 def time_saved(short: list[tuple[float, float]], long: list[tuple[float, float]]) -> float | None:
@@ -226,15 +246,23 @@ def time_saved(short: list[tuple[float, float]], long: list[tuple[float, float]]
         >>> time_saved([(1, 20), (2, 10)], [(2, 20), (4, 10)])
         0.5
     """
-    lowest = max(short[-1][1], long[-1][1])
-    highest = min(short[0][1], long[0][1])
+    # Perplexities fall during training, so the first point of a curve is its highest point.
+    _, short_start = short[0]
+    _, short_end = short[-1]
+    _, long_start = long[0]
+    _, long_end = long[-1]
+    # Both curves pass all perplexities between these two.
+    lowest = max(short_end, long_end)
+    highest = min(short_start, long_start)
     if not lowest < highest:
         return None
-    perplexities = [lowest + (highest - lowest) * k / 4 for k in range(5)]
-    savings = [
-        1 - _time_at_perplexity(short, perplexity) / _time_at_perplexity(long, perplexity)
-        for perplexity in perplexities
-    ]
+
+    savings: list[float] = []
+    for k in range(5):
+        perplexity = lowest + (highest - lowest) * k / 4
+        short_time = _time_at_perplexity(short, perplexity)
+        long_time = _time_at_perplexity(long, perplexity)
+        savings.append(1 - short_time / long_time)
     return sum(savings) / len(savings)
 
 

@@ -89,6 +89,7 @@ def _group_by_length(configs: dict[str, RunConfig]) -> dict[int, dict[str, RunCo
     """
     groups: dict[int, dict[str, RunConfig]] = {}
     for name, config in configs.items():
+        # All models up to this length have the same key, so they are in one group.
         max_length = max(config.train.length, INTERLEAVE_MAX_LENGTH)
         groups.setdefault(max_length, {})[name] = config
     return groups
@@ -97,12 +98,14 @@ def _group_by_length(configs: dict[str, RunConfig]) -> dict[int, dict[str, RunCo
 def _make_cost_entry(
     name: str, config: RunConfig, timings: dict[str, Timing], peak_memories: list[int] | None
 ) -> dict[str, Any]:
-    """Return the stored values of one model.
+    """Return the entry of one model in the cost file.
+
+    In the entry, "read" means evaluation. The values of "train_seconds" and "read_seconds" are the times of each round.
 
     Args:
         name: The run name.
         config: The config of the model.
-        timings: The result of `_time_interleaved`.
+        timings: The measured times. The keys are "train NAME" and "read NAME".
         peak_memories: The peak training memory in bytes of each measurement. None if the memory was not measured.
     """
     eval_timing = timings.get(f"read {name}")
@@ -133,6 +136,7 @@ def _time_interleaved(
         The times of each round. The keys are "train NAME" and "read NAME" (evaluation).
     """
     benchmarks = {name: StepBenchmark(config, device) for name, config in configs.items()}
+    # Each function does one training step or one evaluation step of a model.
     functions = {f"train {name}": benchmark.step for name, benchmark in benchmarks.items()}
     for name, benchmark in benchmarks.items():
         if name in eval_speed_measured:
@@ -159,12 +163,13 @@ def _measure_peak_memories(configs: dict[str, RunConfig], device: str) -> dict[s
     """
 
     def measure_once(config: RunConfig) -> int | None:
+        """Return the peak memory of training in bytes, or None if the device does not report its memory."""
         result = run_in_subprocess(
             "trainshort.evaluate.step_cost", config=config.model_dump(mode="json"), device=device
         )
-        return result["training"].get("above")
+        return result["training"].get("above")  # The peak memory above the memory of the idle process.
 
-    # Processes do not share memory, so several of them can be measured at the same time on a CPU.
+    # Each process has its own memory, so several processes can be measured at the same time on a CPU.
     max_processes = available_cores() if device == "cpu" else 1
     with ThreadPoolExecutor(max_processes) as executor:
         # All measurements are submitted before the first result is awaited.

@@ -77,6 +77,7 @@ class Job:
         return {**vars(self), "config": self.config.model_dump(mode="json")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the values that `__getstate__` returned. The config is created from plain data."""
         vars(self).update(state, config=RunConfig.parse(state["config"]))
 
 
@@ -177,7 +178,14 @@ def _add_jobs(experiment: Experiment, scale: Scale, jobs: dict[str, Job]) -> Non
 
 
 def _add_evaluations(job: Job, experiment: Experiment, scale: Scale, variant: Variant) -> None:
-    """Add the evaluations that an experiment needs of one model to the job of this model."""
+    """Add the evaluations of one model to its job.
+
+    Args:
+        job: The job of the model. The function changes its fields `eval_lengths` and `curve_lengths`.
+        experiment: The table or figure that needs the evaluations.
+        scale: The size at which the experiment is run (laptop, gpu or paper).
+        variant: The model.
+    """
     for protocol in experiment.eval_protocols(scale, variant):
         for query in build_queries(scale, protocol):
             lengths = job.eval_lengths.setdefault(query, set())
@@ -285,11 +293,10 @@ def fraction_done(jobs: Sequence[Job], root: Path) -> float:
         total += cost_per_step * train.steps
         done += cost_per_step * _steps_done(folder, job)
 
-        missing = {
-            (evaluation.query, length)
-            for evaluation in find_missing_evaluations(folder, job)
-            for length in evaluation.lengths
-        }
+        missing: set[tuple[Query, int]] = set()
+        for evaluation in find_missing_evaluations(folder, job):
+            for length in evaluation.lengths:
+                missing.add((evaluation.query, length))
         for query, lengths in job.eval_lengths.items():
             for length in lengths:
                 stride = query.stride or length
@@ -451,11 +458,14 @@ def _show_progress(jobs: list[Job], root: Path, console: Console) -> Iterator[Ca
     finished_count = 0
 
     def update_meter() -> None:
+        """Update the progress bar once per second until the block has ended. This function runs in a thread."""
+        # `wait` returns False after one second, and True as soon as the block has ended.
         while not stop_event.wait(1.0):
             progress = fraction_done(jobs, root)
             meter.advance(progress - meter.done, f"{finished_count} of {len(jobs)} models")
 
     def on_done(name: str) -> None:
+        """Count a finished job and print its name."""
         nonlocal finished_count
         finished_count += 1
         console.print(f"{name} is done ({finished_count} of {len(jobs)}).", highlight=False)

@@ -116,6 +116,7 @@ def _scheduling_key(item: tuple[Job, JobStep]) -> tuple[int, bool, int]:
     """
     job, step = item
     is_evaluation = step is evaluate_model
+    # False is sorted before True, so training goes first.
     return job.config.train.seed, is_evaluation, -job.config.train.length
 
 
@@ -164,6 +165,7 @@ def _worker_main(step: JobStep, job: Job, root: Path, threads: int, parent_id: i
     # The terminal sends Ctrl-C to all processes. The main process stops the workers, so workers ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
+        # Ask Linux to send SIGTERM to this process when the main process dies.
         ctypes.CDLL(None).prctl(SIGNAL_AT_PARENT_DEATH, signal.SIGTERM)
         is_parent_dead = os.getppid() != parent_id
         if is_parent_dead:

@@ -92,7 +92,7 @@ def _make_entry(
     if scale.name == "paper":
         row = _paper_row(variant)
         gpus = PAPER_GPUS[variant.setup]
-        memory = row.get("mem_gb", row.get("train_mem_gb"))
+        memory = row.get("mem_gb", row.get("train_mem_gb"))  # The two tables of the paper use different keys.
         hours = estimate_paper_hours(variant, tokens)
     elif cost is not None:
         tokens_per_second = cost["tokens"] / statistics.median(cost["train_seconds"])
@@ -127,14 +127,19 @@ def find_nearest_recipe(config: RunConfig, preferred_recipe: str) -> tuple[str, 
     """
     recipe_names = [preferred_recipe] if preferred_recipe in recipes else recipes.names()
     recipe_configs = {name: recipes.get(name)() for name in recipe_names}
-    options = {name: _options_between(recipe_config, config) for name, recipe_config in recipe_configs.items()}
+    # The options that change each recipe into the config.
+    options_by_recipe: dict[str, list[str]] = {}
+    for name, recipe_config in recipe_configs.items():
+        options_by_recipe[name] = _options_between(recipe_config, config)
 
     def distance(name: str) -> tuple[int, bool]:
+        """Return a sort key. The recipe with the smallest key is the nearest one."""
         uses_other_position = recipe_configs[name].model.position != "alibi"
-        return len(options[name]), uses_other_position
+        return len(options_by_recipe[name]), uses_other_position
 
     nearest = min(recipe_names, key=distance)
-    return nearest, options[nearest] + _plugin_options(config.model.position)
+    options = options_by_recipe[nearest] + _plugin_options(config.model.position)
+    return nearest, options
 
 
 def _options_between(recipe_config: RunConfig, config: RunConfig) -> list[str]:
@@ -150,6 +155,7 @@ def _options_between(recipe_config: RunConfig, config: RunConfig) -> list[str]:
     for name, value in values.items():
         if value == recipe_values.get(name):
             continue
+        # The option of a boolean setting needs an equals sign, as in "--train.compile=True".
         if isinstance(value, bool):
             options.append(f"--{name}={value}")
         elif isinstance(value, list):
@@ -200,21 +206,25 @@ def training_command(recipe: str, options: Sequence[str], run_folder: Path, gpus
 def estimate_paper_hours(variant: Variant, tokens: int) -> float | None:
     """Return the hours that the training of a model took in the paper.
 
+    For example, the ALiBi model with length 512 was trained on 21.1 billion tokens with 8 GPUs. Each GPU processed
+    28,300 tokens/s, which gives 25.9 hours.
+
     Args:
         variant: The model of the paper.
         tokens: The number of training tokens.
 
     Returns:
-        The hours, or None if the paper does not state the speed of the model. For example, the ALiBi model with length
-        512 was trained on 21.1 billion tokens with 8 GPUs. Each GPU processed 28,300 tokens/s, which gives 25.9 hours.
+        The hours, or None if the paper does not state the speed of the model.
     """
     row = _paper_row(variant)
     gpus = PAPER_GPUS[variant.setup]
-    if variant.setup == "cc100":
+    if variant.setup == "cc100":  # The paper states the GPU-hours of these models directly.
         if not row:
             return None
-        return row["gpu_hours_k"] * 1e3 / gpus
+        total_gpu_hours = row["gpu_hours_k"] * 1e3
+        return total_gpu_hours / gpus
 
+    # The speeds in the paper are those of a single GPU.
     if row:
         tokens_per_second = row["train_wps_k"] * 1e3
     else:
@@ -226,7 +236,12 @@ def estimate_paper_hours(variant: Variant, tokens: int) -> float | None:
 
 
 def _paper_row(variant: Variant) -> dict[str, Any]:
-    """Return the paper's measurements of a model: a row of Table 12 or Table 1, or an empty dictionary."""
+    """Return the paper's measurements of a model, such as its memory and its speed.
+
+    Returns:
+        A row of Table 12 (models on CC100+RoBERTa) or of Table 1 (other models). The dictionary is empty if the model
+        is in neither table.
+    """
     published = load_published_numbers()
     if variant.setup != "cc100":
         rows_by_length = published["table1"].get(variant.position, {})

@@ -75,6 +75,7 @@ def _generate_passage(target: RunTarget, text: np.ndarray, end: int, settings: d
         `end`, the last part of the prompt (`given`), and the generated tokens (`written`). Each generated token is a
         list of its text and its negative log-likelihood.
     """
+    # The first passage ends at the training length. At least half of this passage must be the prompt.
     token_count = max(1, min(MAX_GENERATED_TOKENS, target.config.train.length // 2))
     prompt = np.asarray(text[: end - token_count]).astype(np.int64)
     # `stream` gets no tokenizer. It then does not stop at the end-of-text token.
@@ -85,8 +86,8 @@ def _generate_passage(target: RunTarget, text: np.ndarray, end: int, settings: d
     tokenizer = target.tokenizer()
     written = []
     previous_text = tokenizer.decode(ids[:0])
-    for number, token in enumerate(tokens, start=1):
-        generated_text = tokenizer.decode(ids[:number])
+    for count, token in enumerate(tokens, start=1):
+        generated_text = tokenizer.decode(ids[:count])
         new_text = generated_text[len(previous_text) :]
         written.append([new_text, -token.logprob])
         previous_text = generated_text

@@ -74,6 +74,7 @@ class SlurmConfig(StrictConfig):
             "slurm_setup": list(self.setup),
             "slurm_additional_parameters": self.options,
         }
+        # Settings that are None, 0 or empty are left out.
         return {name: value for name, value in parameters.items() if value}
 
 
@@ -174,6 +175,7 @@ def run_on_cluster(
         InputError: If the cluster rejects the jobs or a job fails.
     """
     executor = make_executor(root, config, cluster)
+    # submitit is an optional package. `make_executor` raises InputError if it is not installed.
     from submitit.core.utils import FailedJobError
 
     prepare_data(jobs)
