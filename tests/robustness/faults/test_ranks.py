@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import socket
 import time
@@ -79,7 +80,8 @@ def test_torchrun_restarts_after_a_killed_rank(runner, tmp_path, strategy):
         time.sleep(rng.uniform(0, 0.3))
         process = find_rank_processes(launcher)[number % 2]
         os.kill(process.pid, signal.SIGKILL)
-        finish(launcher)
+        output = finish(launcher)
+        assert re.search(r"step \d+", output), "the output must say at which step the run resumed"
         assert read_result(out) == expected
     print(f"\n2 ranks, one killed ({strategy}): {kills} of {kills} restarted, bit-identical at the end")
 
