@@ -137,8 +137,8 @@ def test_packing_documents_does_not_change_inputs() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": np.arange(6)}, r"6 tokens.* length 7 requires 7"),
-        ({"tokens": np.arange(7), "drop_last": True}, r"7 tokens.* length 7 requires 8"),
+        ({"tokens": np.arange(6)}, r"6 tokens.* length 7 needs 7"),
+        ({"tokens": np.arange(7), "drop_last": True}, r"7 tokens.* length 7 needs 8"),
         ({"world": 3}, r"batch size 4 .* 3 processes"),
         ({"rank": 2, "world": 2}, r"rank must be from 0 to 1, got 2"),
         ({"packing": "documents"}, r"packing='documents' .*offsets"),

@@ -221,7 +221,7 @@ class BatchStream:
         required_tokens = self.length + self._first_target
         if len(self.tokens) < required_tokens:
             raise InputError(
-                f"The text has {len(self.tokens)} tokens, but one sequence of length {self.length} requires "
+                f"The text has {len(self.tokens)} tokens, but one sequence of length {self.length} needs "
                 f"{required_tokens}. Use a shorter length or a larger corpus."
             )
         if self.packing not in ("blocks", "documents"):

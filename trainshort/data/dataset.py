@@ -263,7 +263,7 @@ class PreparedDataset:
     def _split_meta(self, name: str) -> SplitMeta:
         """Return the description of a split. `InputError` is raised if there is no such split."""
         if name not in self.meta.splits:
-            raise InputError(f"{self.folder} has no split '{name}'. It has the splits {', '.join(self.meta.splits)}.")
+            raise InputError(f"{self.folder} has no split '{name}'; it has {', '.join(self.meta.splits)}.")
         return self.meta.splits[name]
 
 

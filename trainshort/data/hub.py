@@ -96,7 +96,9 @@ class HubCorpus:
         splits = list(streams)
         characters_read = 0
         if cursor is None:
-            first_split, state, skipped_rows = splits[0], None, 0
+            first_split = splits[0]
+            state = None
+            skipped_rows = 0
         else:
             first_split, state, skipped_rows, *remaining_values = cursor
             if remaining_values:

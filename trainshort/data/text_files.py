@@ -234,7 +234,7 @@ def select_text_files(paths: list[Path], root: Path | None = None) -> tuple[list
 
 
 def _hidden_part(path: Path, root: Path | None) -> str | None:
-    """Return the hidden file or folder that a path leads through, or None. Hidden names start with a period.
+    """Return the first hidden part of a path as a path below `root`, or None. Hidden names start with a period.
 
     Example:
         The hidden part of "/texts/.git/logs/HEAD" below the root "/texts" is ".git".

@@ -205,7 +205,7 @@ def load_bench_result(path: Path) -> BenchResult:
         raise InputError(f"{path} is not a result of `trainshort bench`.")
     if values["format"] != BENCH_FORMAT:
         raise InputError(
-            f"Unsupported benchmark result {path}: expected format {BENCH_FORMAT}, got {values['format']!r}. "
+            f"{path} is a benchmark result of format {values['format']!r}; this version reads {BENCH_FORMAT}. "
             "Measure again."
         )
     try:

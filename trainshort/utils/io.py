@@ -282,7 +282,8 @@ def make_folder(path: Path, *, hint: str = OTHER_PATH_HINT) -> Path:
     except FileExistsError as error:
         is_broken_link = path.is_symlink() and not path.exists()
         kind = "broken symbolic link" if is_broken_link else "file"
-        file_path = path if error.filename in (None, str(path)) else error.filename
+        # The file can also be a parent of `path`.
+        file_path = path if error.filename is None else error.filename
         raise InputError(f"Expected a folder at {file_path}, found a {kind}. {hint}") from None
     except (OSError, ValueError) as error:
         raise _folder_error(path, error, hint) from None

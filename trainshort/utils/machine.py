@@ -250,10 +250,12 @@ def _read_cgroup_limits() -> list[tuple[int, int]]:
             continue
         if controllers:
             root = _CGROUP_ROOT / "memory"
-            limit_file, usage_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            limit_file = "memory.limit_in_bytes"
+            usage_file = "memory.usage_in_bytes"
         else:
             root = _CGROUP_ROOT
-            limit_file, usage_file = "memory.max", "memory.current"
+            limit_file = "memory.max"
+            usage_file = "memory.current"
 
         folder = root / group_path.lstrip("/")
         for group in (folder, *folder.parents):

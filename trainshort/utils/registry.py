@@ -108,6 +108,7 @@ class Registry(Generic[EntryT]):
                 known_names += f" and {len(names) - MAX_SUGGESTIONS} more"
             raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known_names}.")
         if name not in self._entries:
+            # A built-in entry is used for the first time. Its place has the form "package.module:object".
             place, _ = self._builtin[name]
             self._entries[name] = _import_object(place)
         return self._entries[name]

@@ -72,7 +72,8 @@ def show_log_messages() -> Iterator[None]:
     """
     logger = logging.getLogger("trainshort")
     handler = _MessageHandler()
-    level, propagate = logger.level, logger.propagate
+    level = logger.level
+    propagate = logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False  # A handler of the root logger would print each message a second time.

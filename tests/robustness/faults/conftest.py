@@ -1,19 +1,21 @@
-"""One corpus and one run that was never disturbed, shared by all fault tests."""
+"""Fixtures of the fault tests: one config, and one run that was not disturbed."""
 
 import subprocess
 import sys
 
 import pytest
-from harness import ENVIRONMENT, HERE, ROOT, Runner, make_config, result
+from harness import ENVIRONMENT, HERE, ROOT, Runner, make_config, read_result
 
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory):
+    """Write the config of a small run, and return its path."""
     return make_config(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="session")
 def zygote():
+    """Start the process whose forks are the runs (zygote.py)."""
     process = subprocess.Popen(
         [sys.executable, str(HERE / "zygote.py")], cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, text=True
     )
@@ -24,19 +26,20 @@ def zygote():
 
 @pytest.fixture
 def runner(request, config, zygote):
-    """In the full tests a run that is hurt is a fresh process; in the quick ones a fork, which is there at once."""
-    return Runner(config, zygote, fresh=request.node.get_closest_marker("fault") is not None)
+    """Return a runner. Tests with the marker "fault" start new processes. All other tests use forks, which are fast."""
+    is_fault_test = request.node.get_closest_marker("fault") is not None
+    return Runner(config, zygote, uses_new_processes=is_fault_test)
 
 
 @pytest.fixture(scope="session")
-def sound(config, zygote, tmp_path_factory):
-    """A run that was never stopped."""
-    out = tmp_path_factory.mktemp("sound") / "run"
+def undisturbed_run(config, zygote, tmp_path_factory):
+    """Return the folder of a run that was not interrupted."""
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
     Runner(config, zygote).finish(out)
     return out
 
 
 @pytest.fixture(scope="session")
-def undisturbed(sound):
-    """What it ended in."""
-    return result(sound)
+def undisturbed_result(undisturbed_run):
+    """Return the result of a run that was not interrupted."""
+    return read_result(undisturbed_run)

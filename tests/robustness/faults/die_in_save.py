@@ -1,6 +1,7 @@
-"""Runs `trainshort` and kills it from inside, with SIGKILL, at the n-th time it brings something to the disk.
+"""Run `trainshort`, and kill the process with SIGKILL at a given call of fsync or rename.
 
-n counts calls of fsync and rename, so that n = 1, 2, 3, ... walks through every stage of a save.
+The environment variable DIE_AT is the number of the call. With DIE_AT = 1, 2, 3, ..., the process dies at every stage
+of saving a checkpoint.
 """
 
 import os
@@ -10,7 +11,9 @@ from pathlib import Path
 calls_left = int(os.environ["DIE_AT"])
 
 
-def counted(function):
+def kill_at_last_call(function):
+    """Return a function that calls `function`, or kills the process if no calls are left."""
+
     def call(*arguments, **options):
         global calls_left
         calls_left -= 1
@@ -21,10 +24,11 @@ def counted(function):
     return call
 
 
-os.fsync = counted(os.fsync)
-os.rename = counted(os.rename)
-Path.rename = counted(Path.rename)
+os.fsync = kill_at_last_call(os.fsync)
+os.rename = kill_at_last_call(os.rename)
+Path.rename = kill_at_last_call(Path.rename)
 
+# The command line must be imported after the functions were replaced.
 from trainshort.cli.main import main  # noqa: E402
 
 main()

@@ -1,4 +1,4 @@
-"""Checkpoint files that are cut short or changed: found before a weight is used, and the one before is taken."""
+"""Tests of damaged checkpoints: the damage is found before a weight is used, and the previous checkpoint is loaded."""
 
 import os
 import pickle
@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 
 import pytest
-from harness import result
+from harness import read_result
 
 from trainshort.errors import InputError
 from trainshort.train import checkpoint, checkpoint_files
@@ -15,95 +15,113 @@ from trainshort.train import checkpoint, checkpoint_files
 FULL = pytest.mark.fault
 
 
-def truncate(path, chance) -> str:
+def truncate(path, rng) -> str:
+    """Cut a file at a random position, and describe the damage."""
     size = path.stat().st_size
-    cut = chance.randrange(size)
-    os.truncate(path, cut)
-    return f"cut to {cut} of {size} bytes"
+    new_size = rng.randrange(size)
+    os.truncate(path, new_size)
+    return f"cut to {new_size} of {size} bytes"
 
 
-def flip(path, chance) -> str:
-    data = bytearray(path.read_bytes())
-    position, bit = chance.randrange(len(data)), chance.randrange(8)
-    data[position] ^= 1 << bit
-    path.write_bytes(data)
+def flip_bit(path, rng) -> str:
+    """Flip a random bit of a file, and describe the damage."""
+    content = bytearray(path.read_bytes())
+    position = rng.randrange(len(content))
+    bit = rng.randrange(8)
+    content[position] ^= 1 << bit
+    path.write_bytes(content)
     return f"bit {bit} of byte {position} flipped"
 
 
-@pytest.mark.parametrize("harm", [truncate, flip])
+@pytest.mark.parametrize("damage", [truncate, flip_bit])
 @pytest.mark.parametrize("times", [20, pytest.param(200, marks=FULL)])
-def test_every_damage_is_found_before_a_weight_is_used(sound, tmp_path, monkeypatch, harm, times, caplog):
-    used = []
-    read = checkpoint.read_part
-    monkeypatch.setattr(
-        checkpoint, "read_part", lambda folder, *rest, **more: (used.append(folder), read(folder, *rest, **more))
-    )
-    chance, harmed = random.Random(times), Counter()
-    newest, previous = checkpoint_files.list_checkpoints(sound)[-1], checkpoint_files.list_checkpoints(sound)[-2]
-    inside = [*checkpoint_files.list_files(newest), checkpoint_files.MANIFEST_FILE]
+def test_damage_is_found_before_a_weight_is_used(undisturbed_run, tmp_path, monkeypatch, damage, times, caplog):
+    read_folders = []
+    original_read_part = checkpoint.read_part
+
+    def read_part(folder, *arguments, **options):
+        read_folders.append(folder)
+        return original_read_part(folder, *arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "read_part", read_part)
+    rng = random.Random(times)
+    damaged_files = Counter()
+    checkpoint_names = [folder.name for folder in checkpoint_files.list_checkpoints(undisturbed_run)]
+    newest_name = checkpoint_names[-1]
+    newest_checkpoint = undisturbed_run / "checkpoints" / newest_name
+    file_names = [*checkpoint_files.files_of(newest_checkpoint), checkpoint_files.MANIFEST]
     for number in range(times):
         run = tmp_path / "run"
-        shutil.copytree(sound, run)
-        name = inside[number % len(inside)]
-        done = harm(run / "checkpoints" / newest.name / name, chance)
-        said = []
-        assert checkpoint.latest_checkpoint(run, said.append) == run / "checkpoints" / previous.name, (name, done)
-        assert any(newest.name in line and "is damaged" in line for line in said), said
-        assert said[-1] == f"Using {run / 'checkpoints' / previous.name} instead."
-        with pytest.raises(InputError, match="is damaged"):
-            checkpoint.load_model(run / "checkpoints" / newest.name)
-        assert used == [], (name, done)
+        shutil.copytree(undisturbed_run, run)
+        newest = run / "checkpoints" / newest_name
+        previous = run / "checkpoints" / checkpoint_names[-2]
+        file_name = file_names[number % len(file_names)]
+        description = damage(newest / file_name, rng)
+
+        messages = []
+        assert checkpoint.latest(run, messages.append) == previous, (file_name, description)
+        assert any(newest_name in message for message in messages), messages
+        assert str(previous) in messages[-1]
+        with pytest.raises(InputError, match=newest_name):
+            checkpoint.load_model(newest)
+        assert read_folders == [], (file_name, description)
+
+        # Loading the run uses another checkpoint, and logs which checkpoint is damaged.
         caplog.clear()
-        checkpoint.load_model(run)  # takes one that is whole
-        assert newest.name in caplog.text
-        assert {folder.parent.name for folder in used} <= {
-            path.name for path in checkpoint_files.list_checkpoints(sound)
-        } - {newest.name}
-        used.clear()
-        harmed[name] += 1
+        checkpoint.load_model(run)
+        assert newest_name in caplog.text
+        read_names = {folder.parent.name for folder in read_folders}
+        assert read_names <= set(checkpoint_names) - {newest_name}
+        read_folders.clear()
+        damaged_files[file_name] += 1
         shutil.rmtree(run)
-    print(f"\n{harm.__name__}: {times} of {times} found before use, fell back to the one before ({dict(harmed)})")
+    print(f"\n{damage.__name__}: {times} of {times} found, previous checkpoint used ({dict(damaged_files)})")
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=FULL)])
-def test_a_run_goes_on_from_the_one_before_and_ends_in_the_same_bits(runner, undisturbed, sound, tmp_path, times):
-    chance = random.Random(times)
+def test_run_resumes_from_the_previous_checkpoint(runner, undisturbed_result, undisturbed_run, tmp_path, times):
+    rng = random.Random(times)
     for number in range(times):
         run = tmp_path / f"run-{number}"
-        shutil.copytree(sound, run)
-        newest, previous = checkpoint_files.list_checkpoints(run)[-1], checkpoint_files.list_checkpoints(run)[-2]
-        name = chance.choice(checkpoint_files.list_files(newest))
-        chance.choice([truncate, flip])(newest / name, chance)
-        text = " ".join(runner.finish(run).split())
-        assert f"{newest} is damaged: {name}" in text
-        assert f"Using {previous} instead." in text
-        assert f"The damaged {newest.name} is kept as {newest}.damaged." in text
-        assert result(run) == undisturbed
-    print(f"\nresumed past a damaged checkpoint: {times} of {times} bit-identical at the end")
+        shutil.copytree(undisturbed_run, run)
+        *_, previous, newest = checkpoint_files.list_checkpoints(run)
+        file_name = rng.choice(checkpoint_files.files_of(newest))
+        damage = rng.choice([truncate, flip_bit])
+        damage(newest / file_name, rng)
+        # Lines of the output can be broken at spaces.
+        output = " ".join(runner.finish(run).split())
+        for part in (str(newest), file_name, str(previous), f"{newest}.damaged"):
+            assert part in output
+        assert read_result(run) == undisturbed_result
+    print(f"\nresumed before a damaged checkpoint: {times} of {times} bit-identical at the end")
 
 
-class Bomb:
-    """Makes a folder when it is unpickled."""
+class FolderCreator:
+    """An object whose pickle creates a folder when it is loaded."""
 
-    def __init__(self, crater):
-        self.crater = str(crater)
+    def __init__(self, folder):
+        self.folder = str(folder)
 
     def __reduce__(self):
-        return os.mkdir, (self.crater,)
+        return os.mkdir, (self.folder,)
 
 
-def test_a_pickle_in_place_of_a_checkpoint_is_not_opened(runner, undisturbed, sound, tmp_path):
-    run, crater = tmp_path / "run", tmp_path / "crater"
-    shutil.copytree(sound, run)
-    bomb = pickle.dumps(Bomb(crater))
+def test_pickle_in_place_of_a_checkpoint_is_not_loaded(runner, undisturbed_result, undisturbed_run, tmp_path):
+    run = tmp_path / "run"
+    created_folder = tmp_path / "created"
+    shutil.copytree(undisturbed_run, run)
+    pickled = pickle.dumps(FolderCreator(created_folder))
+    # The newest checkpoint is a file instead of a folder.
     newest = checkpoint_files.list_checkpoints(run)[-1]
     shutil.rmtree(newest)
-    newest.write_bytes(bomb)  # a file where a folder should be, newer than all others
-    (run / "checkpoints" / "model.pt").write_bytes(bomb)
-    text = " ".join(runner.finish(run).split())
-    assert f"{newest} is damaged: it is a file, and a checkpoint is a folder" in text
-    assert result(run) == undisturbed
-    assert not crater.exists()
-    pickle.loads(bomb)
-    assert crater.exists()
-    print("\npickle offered as a checkpoint: refused, nothing executed")
+    newest.write_bytes(pickled)
+    (run / "checkpoints" / "model.pt").write_bytes(pickled)
+
+    output = " ".join(runner.finish(run).split())
+    assert str(newest) in output
+    assert read_result(run) == undisturbed_result
+    assert not created_folder.exists()
+    # The pickle would have created the folder.
+    pickle.loads(pickled)
+    assert created_folder.exists()
+    print("\npickle as a checkpoint: not executed")

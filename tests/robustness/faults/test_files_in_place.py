@@ -1,4 +1,4 @@
-"""Something else in the place of every kind of file, under every command that reads it: one sentence, no waiting."""
+"""Tests of invalid files in a run folder or a dataset: every command ends with success or with one clear error."""
 
 import itertools
 import os
@@ -12,7 +12,9 @@ import pytest
 from trainshort.cli.main import main
 
 RUN = Path("runs/tiny")
-LAST = RUN / "checkpoints" / "step-000000008"
+CHECKPOINT = RUN / "checkpoints" / "step-000000008"
+
+# The files that are replaced.
 FILES = (
     RUN / "config.json",
     RUN / "metrics.jsonl",
@@ -20,27 +22,30 @@ FILES = (
     RUN / "extrapolation.json",
     RUN / "eval" / "*.json",
     RUN / "analysis" / "reach.json",
-    LAST / "manifest.json",
-    LAST / "state.json",
-    LAST / "config.json",
-    LAST / "model" / "whole.safetensors",
+    CHECKPOINT / "manifest.json",
+    CHECKPOINT / "state.json",
+    CHECKPOINT / "config.json",
+    CHECKPOINT / "model" / "whole.safetensors",
     Path("data/tiny/meta.json"),
     Path("data/tiny/tokenizer.json"),
     Path("data/tiny/valid.bin"),
 )
-KINDS = {
+
+# Functions that create an invalid file.
+INVALID_FILES = {
     "fifo": os.mkfifo,
     "folder": Path.mkdir,
-    "dangling link": lambda path: path.symlink_to("nowhere"),
-    "looping link": lambda path: path.symlink_to(path.name),
+    "broken link": lambda path: path.symlink_to("nowhere"),
+    "link to itself": lambda path: path.symlink_to(path.name),
     "empty": Path.touch,
-    "cut": lambda path: path.write_text('{"format": 2, "step'),
-    "not text": lambda path: path.write_bytes(b"\xff\xfe\x00{}" * 9),
-    "deep": lambda path: path.write_text("[" * 200_000 + "]" * 200_000 + "\n"),
+    "incomplete": lambda path: path.write_text('{"format": 2, "step'),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe\x00{}" * 9),
+    "nested too deeply": lambda path: path.write_text("[" * 200_000 + "]" * 200_000 + "\n"),
     "null": lambda path: path.write_text("null\n"),
     "list": lambda path: path.write_text("[]\n"),
     "long number": lambda path: path.write_text('{"format": ' + "9" * 1_000_000 + "}\n"),
 }
+
 COMMANDS = {
     "report": "report runs --out page",
     "evaluate": f"evaluate {RUN} --lengths 1x 2x",
@@ -48,57 +53,72 @@ COMMANDS = {
     "generate": f"generate {RUN} the --tokens 3",
     "resume": f"train {RUN} --resume --train.steps 9 --quiet",
 }
-ALL = list(itertools.product(FILES, KINDS, COMMANDS))
-SAMPLE = random.Random(0).sample(ALL, 20)
+
+ALL_CASES = list(itertools.product(FILES, INVALID_FILES, COMMANDS))
+SOME_CASES = random.Random(0).sample(ALL_CASES, 20)
 
 
 @pytest.fixture
-def place(tiny_run, tmp_path, monkeypatch):
+def workspace(tiny_run, tmp_path, monkeypatch) -> None:
+    """Copy the folder with the small run, and make the copy the current folder."""
     shutil.copytree(tiny_run, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
 
 
 def replace_file(pattern: Path, kind: str) -> None:
-    """Put something of another kind in the place of the one file that matches `pattern`."""
+    """Replace the only file that matches `pattern` by an invalid file."""
     (path,) = Path().glob(str(pattern))
     path.unlink()
-    KINDS[kind](path)
+    INVALID_FILES[kind](path)
 
 
-def ends_in_words(command: str, capsys) -> bool:
-    """Whether a command ends by itself, with success or with exit 2 and something said."""
-    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"{command} hangs")))
+def run_command(command: str, capsys) -> bool:
+    """Run a command, and check that it ends with success, or with exit code 2 and a message.
+
+    Returns:
+        True if the exit code is 2.
+    """
+
+    def raise_timeout(number, frame):
+        raise TimeoutError(f"{command} does not end")
+
+    signal.signal(signal.SIGALRM, raise_timeout)
     signal.alarm(120)
     try:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main(command.split())
     finally:
         signal.alarm(0)
-    told = capsys.readouterr().err
-    assert "Traceback" not in told
-    assert ended.value.code in (0, None) or (ended.value.code == 2 and "trainshort: " in told), told
-    return ended.value.code == 2
+    stderr = capsys.readouterr().err
+    assert "Traceback" not in stderr
+    code = exit_info.value.code or 0
+    assert code in (0, 2), stderr
+    if code == 2:
+        assert "trainshort: " in stderr
+    return code == 2
 
 
-@pytest.mark.parametrize(("file", "kind", "command"), SAMPLE, ids=str)
-def test_what_is_not_a_file_of_ours_is_told(place, capsys, file, kind, command):
+@pytest.mark.parametrize(("file", "kind", "command"), SOME_CASES, ids=str)
+def test_command_with_an_invalid_file_ends_with_success_or_an_error(workspace, capsys, file, kind, command):
     replace_file(file, kind)
-    ends_in_words(COMMANDS[command], capsys)
+    run_command(COMMANDS[command], capsys)
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_kind_in_place_of_every_file(tiny_run, tmp_path, monkeypatch, capsys, command):
-    refused = 0
-    for number, (file, kind) in enumerate(itertools.product(FILES, KINDS)):
-        shutil.copytree(tiny_run, tmp_path / str(number))
-        monkeypatch.chdir(tmp_path / str(number))
+def test_command_with_all_invalid_files(tiny_run, tmp_path, monkeypatch, capsys, command):
+    errors = 0
+    for number, (file, kind) in enumerate(itertools.product(FILES, INVALID_FILES)):
+        folder = tmp_path / str(number)
+        shutil.copytree(tiny_run, folder)
+        monkeypatch.chdir(folder)
         replace_file(file, kind)
-        refused += ends_in_words(COMMANDS[command], capsys)
+        errors += run_command(COMMANDS[command], capsys)
         monkeypatch.chdir(tmp_path)
-        shutil.rmtree(tmp_path / str(number))
-    assert refused >= 2 * len(KINDS)  # two files at least that it cannot do without
-    print(f"\n{command}: {len(FILES) * len(KINDS)} damages, {refused} refused in words, 0 tracebacks, 0 hangs")
+        shutil.rmtree(folder)
+    # Every command requires at least two of the files.
+    assert errors >= 2 * len(INVALID_FILES)
+    print(f"\n{command}: {len(FILES) * len(INVALID_FILES)} invalid files, {errors} errors, no traceback")
 
 
 @pytest.mark.parametrize("out", ["/proc/foo", "text.txt", "text.txt/inside"])
@@ -111,5 +131,5 @@ def test_every_kind_in_place_of_every_file(tiny_run, tmp_path, monkeypatch, caps
         "prepare text.txt --tokenizer bytes",
     ],
 )
-def test_an_output_folder_that_cannot_be_made_is_one_sentence(place, capsys, command, out):
-    assert ends_in_words(f"{command} --out {out}", capsys)
+def test_impossible_output_folder_raises_error(workspace, capsys, command, out):
+    assert run_command(f"{command} --out {out}", capsys)

@@ -1,7 +1,7 @@
-"""Starts `trainshort` processes quickly: it has imported torch once, and each run is a fork of it.
+"""Start `trainshort` processes quickly: this process has imported torch, and each run is a fork of it.
 
-The forks are processes like any other: they have their own number, are killed by SIGKILL, and share nothing that
-changes. Between this process and each run stands a nanny, which waits for the run's end and writes it down.
+The forks are normal processes. They have their own process id and can be killed with SIGKILL. For each run there are
+two forks: the run itself, and a supervisor that waits for the run and stores its exit code in a file.
 """
 
 import json
@@ -15,11 +15,16 @@ import torch
 
 import trainshort.cli.main
 import trainshort.cli.train
-import trainshort.train.loop  # so that the forks find it imported
+import trainshort.train.loop  # The forks do not have to import this module again.
 
 
-def live(request: dict) -> None:
-    """Be one run: arguments, environment, output, then the command line's own `main`."""
+def run_command(request: dict) -> None:
+    """Run one command of trainshort in this process, and exit.
+
+    Args:
+        request: The arguments, the environment variables, the file for the output, and optionally a driver (a script
+            that runs instead of the command line).
+    """
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -42,25 +47,29 @@ def live(request: dict) -> None:
     os._exit(code)
 
 
-def write(path: str, text: str) -> None:
+def write_atomic(path: str, text: str) -> None:
+    """Write a file such that readers see the complete text."""
     with open(path + ".new", "w") as file:
         file.write(text)
     os.replace(path + ".new", path)
 
 
 def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for nannies
+    """Read requests as lines of JSON from standard input, and run each of them in a fork."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The supervisors leave no zombie processes.
     for line in sys.stdin:
         request = json.loads(line)
-        if os.fork():
+        is_parent = os.fork() != 0
+        if is_parent:
             continue
+        # This fork is the supervisor of the run.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        run = os.fork()
-        if not run:
-            live(request)
-        write(request["output"] + ".pid", str(run))
-        _, status = os.waitpid(run, 0)
-        write(request["output"] + ".status", str(os.waitstatus_to_exitcode(status)))
+        run_pid = os.fork()
+        if run_pid == 0:
+            run_command(request)
+        write_atomic(request["output"] + ".pid", str(run_pid))
+        _, status = os.waitpid(run_pid, 0)
+        write_atomic(request["output"] + ".status", str(os.waitstatus_to_exitcode(status)))
         os._exit(0)
 
 
