@@ -195,10 +195,10 @@ def proven_windows(
 def max_excess(
     q: Float[Tensor, "batch heads q_len dim"], k: Float[Tensor, "batch kv_heads k_len dim"], scale: float | None = None
 ) -> Float[Tensor, "batch heads q_len"]:
-    """Compute how far the score of any visible key can exceed the log-sum-exp of the query, at most.
+    """Compute an upper bound on the score of any visible key minus the log-sum-exp of the query.
 
-    The result is the U of `proven_windows`: the largest possible score without bias, minus the score of the query's own
-    key. The score of the own key is a lower bound of the log-sum-exp.
+    The score does not include the bias. The upper bound is the U of `proven_windows`: the largest possible score, minus
+    the score of the query's own key. The score of the own key is a lower bound on the log-sum-exp.
 
     Args:
         q: The queries. The last query is aligned with the last key.

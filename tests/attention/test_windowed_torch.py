@@ -29,9 +29,9 @@ def test_masks_and_shifts_add_up_to_the_bias(q_len, past, window):
         expected = expected.masked_fill(alibi.distances(q_len, k_len) >= window, -math.inf)
 
     bias = torch.full((3, q_len, k_len), -math.inf)
-    first = windowed_torch.first_keys(call, 0.0)
+    first_keys = windowed_torch.compute_first_keys(call, 0.0)
     masks = windowed_torch._Masks(call, torch.float32)
-    for key_range in windowed_torch._key_ranges(call, first):
+    for key_range in windowed_torch._key_ranges(call, first_keys):
         mask, shift = masks.get(key_range)
         if isinstance(shift, torch.Tensor):
             shift = shift[..., None]

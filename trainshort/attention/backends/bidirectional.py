@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trainshort.attention.backends.reference import merge_by_lse, reverse_bias
-from trainshort.attention.backends.windowed_torch import QUERY_TILE
+from trainshort.attention.backends.windowed_torch import count_query_tiles
 from trainshort.attention.call import (
     AttentionCall,
     DecayBias,
@@ -234,7 +234,7 @@ def backward(
         For slopes, the gradients of the bias are empty.
     """
     # The query tiles of the right call follow the query tiles of the left call.
-    left_tiles = -(-call.q.shape[2] // QUERY_TILE)
+    left_tiles = count_query_tiles(call.q.shape[2])
     left_first_keys = first_keys[..., :left_tiles].contiguous()
     right_first_keys = first_keys[..., left_tiles:].contiguous()
 

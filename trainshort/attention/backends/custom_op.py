@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainshort.attention.backends import bidirectional, ctypes_call, windowed_torch
 from trainshort.attention.backends.bidirectional import CausalGradients
-from trainshort.attention.backends.windowed_torch import QUERY_TILE
+from trainshort.attention.backends.windowed_torch import count_query_tiles
 from trainshort.attention.call import (
     BIAS_TYPES,
     AttentionCall,
@@ -279,7 +279,7 @@ def _fake_forward(
     out, lse, first_keys, dropped_mass = _allocate_outputs(q)
     if bias_right is not None and window != 1:
         # The right side has one query less, because the last query sees no key on the right.
-        right_tiles = -(-(q.shape[2] - 1) // QUERY_TILE)
+        right_tiles = count_query_tiles(q.shape[2] - 1)
         right_shape = (*first_keys.shape[:2], right_tiles)
         first_keys = torch.cat([first_keys, first_keys.new_empty(right_shape)], dim=2)
         dropped_mass = torch.cat([dropped_mass, dropped_mass.new_empty(right_shape)], dim=2)
@@ -360,15 +360,20 @@ _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 def _allocate_outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate the results of a causal call: output, log-sum-exp, first keys and dropped mass."""
+    """Allocate the results of a causal call.
+
+    Returns:
+        Empty tensors for the output, the log-sum-exp of each query, the first key of each query tile (group of query
+        rows), and the softmax mass that each query tile dropped.
+    """
     batch, heads, q_len, head_dim = q.shape
     # As in PyTorch's own attention, the memory layout is (batch, q_len, heads, head_dim). Joining the heads after the
     # attention then needs no copy.
     out = q.new_empty(batch, q_len, heads, head_dim).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float64)
-    number_of_tiles = -(-q_len // QUERY_TILE)
-    first_keys = q.new_empty(batch, heads, number_of_tiles, dtype=torch.int32)
-    dropped_mass = q.new_empty(batch, heads, number_of_tiles, dtype=torch.float32)
+    tiles = count_query_tiles(q_len)
+    first_keys = q.new_empty(batch, heads, tiles, dtype=torch.int32)
+    dropped_mass = q.new_empty(batch, heads, tiles, dtype=torch.float32)
     return out, lse, first_keys, dropped_mass
 
 

@@ -121,9 +121,10 @@ def _compile_flex_attention(device_type: str) -> Any:
 
 
 def _make_score_mod(call: AttentionCall) -> Callable[..., Tensor] | None:
-    """Return FlexAttention's `score_mod` function for the bias of a call, or None if the call has no bias.
+    """Return a function that adds the bias to a score, or None if the call has no bias.
 
-    The function has the arguments (score, batch, head, row, key). Rows count from the first query of the call.
+    FlexAttention takes the function as its argument `score_mod` and applies the function to every score. The function
+    has the arguments (score, batch, head, row, key). Rows count from the first query of the call.
     """
     if call.bias is None:
         return None
@@ -302,7 +303,7 @@ def full_block_mask(call: AttentionCall) -> BlockMask:
 
 
 def _make_mask_mod(call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's `mask_mod` function, which returns whether a query sees a key.
+    """Return a function that returns whether a query sees a key. FlexAttention calls such a function `mask_mod`.
 
     The function has the arguments (batch, head, row, key). Rows count from the first query of the call.
     """

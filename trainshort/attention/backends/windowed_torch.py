@@ -54,6 +54,11 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+def count_query_tiles(q_len: int) -> int:
+    """Return the number of query tiles (groups of `QUERY_TILE` query rows). The last tile may have fewer rows."""
+    return -(-q_len // QUERY_TILE)
+
+
 @dataclass(frozen=True)
 class KeyRange:
     """The queries, heads and keys of one call of the flash attention kernel.
@@ -71,18 +76,18 @@ class KeyRange:
     is_diagonal: bool
 
 
-def forward(call: AttentionCall, out: Tensor, lse: Tensor, first: Tensor, dropped_mass: Tensor) -> None:
+def forward(call: AttentionCall, out: Tensor, lse: Tensor, first_keys: Tensor, dropped_mass: Tensor) -> None:
     """Compute attention and write the results into the given tensors.
 
     Args:
         call: The arguments of the call, with a `LinearBias` or a `DecayBias`.
         out: Receives the attention output.
         lse: Receives the log-sum-exp of the scores of each query.
-        first: Receives the first key that each query tile (group of query rows) reads.
+        first_keys: Receives the first key that each query tile (group of query rows) reads.
         dropped_mass: Receives an upper bound on the softmax mass that each query tile skipped.
     """
     tolerance = call.tolerance if call.tolerance >= MIN_TOLERANCE else 0.0
-    first.copy_(first_keys(call, tolerance))
+    first_keys.copy_(compute_first_keys(call, tolerance))
     dtype = accumulation_dtype(out)
     if out.dtype == dtype:
         total_out = out
@@ -91,7 +96,7 @@ def forward(call: AttentionCall, out: Tensor, lse: Tensor, first: Tensor, droppe
     masks = _Masks(call, dtype)
 
     # The diagonal block of each chunk comes first, and sets the values that later blocks are merged into.
-    for key_range in _key_ranges(call, first):
+    for key_range in _key_ranges(call, first_keys):
         q, k, v = _slice_inputs(call, key_range)
         mask, shift = masks.get(key_range)
         block_out, block_lse = flash(q, k, v, attn_mask=mask, scale=call.softmax_scale)
@@ -115,7 +120,7 @@ def forward(call: AttentionCall, out: Tensor, lse: Tensor, first: Tensor, droppe
 
     if total_out is not out:
         out.copy_(total_out)
-    dropped_mass.copy_(_bound_dropped_mass(call, lse, first).clamp(max=tolerance))
+    dropped_mass.copy_(_bound_dropped_mass(call, lse, first_keys).clamp(max=tolerance))
 
 
 def backward(
@@ -123,7 +128,7 @@ def backward(
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,
-    first: Tensor,
+    first_keys: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Compute the gradients of the queries, keys and values.
@@ -133,7 +138,7 @@ def backward(
         grad_out: The gradient of the output.
         out: The output of `forward`.
         lse: The log-sum-exp of `forward`.
-        first: The first keys of `forward`.
+        first_keys: The first keys of `forward`.
         grads: Receives the gradients of the queries, keys and values. The gradient of the queries is added to its
             tensor, which must be float32 or float64. The other two tensors are overwritten.
     """
@@ -143,7 +148,7 @@ def backward(
     total_grad_v = torch.zeros(grad_v.shape, dtype=dtype)
     masks = _Masks(call, dtype)
 
-    for key_range in _key_ranges(call, first):
+    for key_range in _key_ranges(call, first_keys):
         q, k, v = _slice_inputs(call, key_range)
         mask, shift = masks.get(key_range)
         rows = (slice(None), key_range.heads, key_range.rows)
@@ -175,7 +180,7 @@ def backward_decay(
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,
-    first: Tensor,
+    first_keys: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Float[Tensor, "batch heads k_len"], Float[Tensor, "batch heads q_len"]]:
     """Compute the gradients of the queries, keys, values and the cumulative log decay.
@@ -191,7 +196,7 @@ def backward_decay(
         grad_out: The gradient of the output.
         out: The output of `forward`.
         lse: The log-sum-exp of `forward`.
-        first: The first keys of `forward`.
+        first_keys: The first keys of `forward`.
         grads: Receives the gradients of the queries, keys and values.
 
     Returns:
@@ -220,7 +225,7 @@ def backward_decay(
         _append_two_columns(grad_out, dtype),
         _append_two_columns(out, dtype),
         lse,
-        first,
+        first_keys,
         (wide_grad_q, wide_grad_k, wide_grad_v),
     )
 
@@ -238,7 +243,7 @@ def _append_two_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
     return F.pad(x.to(dtype), (0, 2))
 
 
-def first_keys(call: AttentionCall, tolerance: float) -> Int[Tensor, "batch heads tiles"]:
+def compute_first_keys(call: AttentionCall, tolerance: float) -> Int[Tensor, "batch heads tiles"]:
     """Return the first key that each query tile (group of query rows) reads.
 
     The first key is the latest of three positions: the first key according to the proof, the first key in the sliding
@@ -262,11 +267,11 @@ def first_keys(call: AttentionCall, tolerance: float) -> Int[Tensor, "batch head
         earliest_start = _min_per_chunk(segment_start[:, call.query_start :].long(), padding_value=k_len)
         first_visible = torch.maximum(first_visible, earliest_start)[:, None]
 
-    first = torch.maximum(_proven_first_keys(call, tolerance, chunk_starts), first_visible).clamp(min=0)
+    first_keys = torch.maximum(_proven_first_keys(call, tolerance, chunk_starts), first_visible).clamp(min=0)
     # The diagonal block of a chunk is always read completely.
-    first = torch.minimum(first, chunk_starts).expand(batch, heads, -1)
-    number_of_tiles = -(-q_len // QUERY_TILE)
-    return first.repeat_interleave(QUERY_CHUNK // QUERY_TILE, dim=2)[..., :number_of_tiles]
+    first_keys = torch.minimum(first_keys, chunk_starts).expand(batch, heads, -1)
+    tiles_per_chunk = QUERY_CHUNK // QUERY_TILE
+    return first_keys.repeat_interleave(tiles_per_chunk, dim=2)[..., : count_query_tiles(q_len)]
 
 
 def _min_per_chunk(positions: Int[Tensor, "... q_len"], padding_value: int) -> Int[Tensor, "... chunks"]:
@@ -296,7 +301,7 @@ def _proven_first_keys(
     return torch.where(windows >= k_len, 0, chunk_starts - windows + 1)
 
 
-def _key_ranges(call: AttentionCall, first: Int[Tensor, "batch heads tiles"]) -> Iterator[KeyRange]:
+def _key_ranges(call: AttentionCall, first_keys: Int[Tensor, "batch heads tiles"]) -> Iterator[KeyRange]:
     """Yield the calls of the flash attention kernel that together compute the attention.
 
     Each chunk of queries starts with its diagonal block. The keys before the diagonal block follow, for groups of
@@ -304,12 +309,12 @@ def _key_ranges(call: AttentionCall, first: Int[Tensor, "batch heads tiles"]) ->
 
     Args:
         call: The arguments of the call.
-        first: The first key that each query tile reads, from `first_keys`.
+        first_keys: The first key that each query tile reads, from `compute_first_keys`.
     """
     heads, q_len = call.q.shape[1:3]
     tiles_per_chunk = QUERY_CHUNK // QUERY_TILE
     # chunk_first[head][chunk] is the first key that any sequence of the batch reads.
-    chunk_first = first[..., ::tiles_per_chunk].amin(0).tolist()
+    chunk_first = first_keys[..., ::tiles_per_chunk].amin(0).tolist()
     for chunk, start in enumerate(range(0, q_len, QUERY_CHUNK)):
         rows = slice(start, min(start + QUERY_CHUNK, q_len))
         edge = call.query_start + start
@@ -368,7 +373,11 @@ class _Masks:
         self.diagonal_masks: dict[int, Tensor] = {}
 
     def get(self, key_range: KeyRange) -> tuple[Tensor, Tensor | float]:
-        """Return the mask of a key range, and the shift that must be added to the log-sum-exp of the kernel."""
+        """Return the mask and the shift of a key range.
+
+        The mask contains the bias, except for a term that is the same for all keys of a query. This term is the shift.
+        The shift must be added to the log-sum-exp that the flash attention kernel returns.
+        """
         call = self.call
         uses_decay = isinstance(call.bias, DecayBias)
         if key_range.is_diagonal:
@@ -417,7 +426,7 @@ class _Masks:
 
 
 def _bound_dropped_mass(
-    call: AttentionCall, lse: Float[Tensor, "batch heads q_len"], first: Int[Tensor, "batch heads tiles"]
+    call: AttentionCall, lse: Float[Tensor, "batch heads q_len"], first_keys: Int[Tensor, "batch heads tiles"]
 ) -> Float[Tensor, "batch heads tiles"]:
     """Compute an upper bound on the softmax mass that each query tile (group of query rows) skipped.
 
@@ -427,11 +436,11 @@ def _bound_dropped_mass(
     Args:
         call: The arguments of the call, with a `LinearBias` or a `DecayBias`.
         lse: The log-sum-exp of the scores of each query.
-        first: The first key that each query tile reads.
+        first_keys: The first key that each query tile reads.
     """
     q_len = call.q.shape[2]
     rows = torch.arange(q_len)
-    first_of_row = first.long()[..., rows // QUERY_TILE]  # (batch, heads, q_len)
+    first_of_row = first_keys.long()[..., rows // QUERY_TILE]  # (batch, heads, q_len)
 
     key_norm = torch.linalg.vector_norm(call.k, dim=-1, dtype=torch.float64)
     query_norm = torch.linalg.vector_norm(call.q, dim=-1, dtype=torch.float64)
