@@ -67,6 +67,7 @@ class AlibiConfig(PositionConfig):
     """One slope for each head. Default: computed from max_bias."""
 
     def unsupported_reason(self, width: int, heads: int) -> str | None:
+        """Return why these settings do not fit a model of this width and number of heads, or None if they fit."""
         if self.slopes is not None and len(self.slopes) != heads:
             return f"slopes must contain one number per head, {heads} in total; got {len(self.slopes)}"
         return None
@@ -88,6 +89,7 @@ class LearnedConfig(PositionConfig):
     """Number of learned positions, and the maximum length of an input."""
 
     def with_max_length(self, length: int) -> Self:
+        """Return settings with at least `length` learned positions."""
         return self.replace(max_length=max(length, self.max_length))
 
 
@@ -102,6 +104,7 @@ class RotaryConfig(PositionConfig):
     """Fraction of the dimensions of each head that are rotated. GPT-NeoX uses 0.25."""
 
     def unsupported_reason(self, width: int, heads: int) -> str | None:
+        """Return why these settings do not fit a model of this width and number of heads, or None if they fit."""
         head_width = width // heads
         if head_width % 2 != 0:
             return f"rotary rotates pairs of dimensions, so width / heads must be even; got {width} / {heads}"
@@ -142,6 +145,7 @@ class FoxConfig(PositionConfig):
     """Compute gates as sigmoid(-w.x - b), as CABLE does, instead of sigmoid(w.x + b)."""
 
     def unsupported_reason(self, width: int, heads: int) -> str | None:
+        """Return why these settings do not fit a model of this width and number of heads, or None if they fit."""
         if self.min_decay_time > self.max_decay_time:
             return (
                 f"min_decay_time must not be larger than max_decay_time, got {self.min_decay_time:g} "

@@ -323,13 +323,13 @@ class FastDecoder:
         num_layers = len(layers)
         num_done = 0
         while num_done < num_layers:
-            first = num_done
-            # The compiled code returns before the last layer if a ring buffer must grow. The last layer that the code
-            # has run is then the layer of this ring buffer. `commit_token` enlarges the ring buffer.
+            first_layer = num_done
+            # The compiled code runs the layers from `first_layer` on, and returns how many layers of the model are
+            # done. It stops after a layer whose ring buffer must grow. `commit_token` then enlarges this ring buffer.
             num_done = load_library().trainshort_decode_layers(
-                self._layer_args, first, num_layers, torch.get_num_threads()
+                self._layer_args, first_layer, num_layers, torch.get_num_threads()
             )
-            for layer in layers[first:num_done]:
+            for layer in layers[first_layer:num_done]:
                 layer.commit_token(self._k, self._v)
 
 

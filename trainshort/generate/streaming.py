@@ -127,7 +127,10 @@ class TokenStream:
         return self
 
     def __next__(self) -> Token:
-        """Return the next token, and generate one token for each sample that has not ended if none is pending."""
+        """Return the next generated token.
+
+        If all generated tokens are returned, first generate one token for each sample that has not ended.
+        """
         if not self.pending_tokens:
             active_samples = [sample for sample in self.samples if sample.finished is None]
             if not active_samples:
@@ -162,6 +165,7 @@ class TokenStream:
 
     def _next_logits(self, active_samples: list[Sample]) -> Float[Tensor, "samples vocabulary"]:
         """Process the last unread token of each sample, and return the logits of the next token of each sample."""
+        # The decoder contains addresses of the weights. If the weights were moved, a new decoder is needed.
         if self._fast_decoder is not None and not self._fast_decoder.is_current():
             self._fast_decoder = FastDecoder.create(self.model)
 

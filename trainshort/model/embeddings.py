@@ -145,8 +145,9 @@ class AdaptiveVocabulary(nn.Module):
     def total_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, ""]:
         """Compute the sum of the negative log-likelihoods of the targets, for training.
 
-        The vocabulary is split into bands by frequency. A target outside of the first band adds two losses: the loss of
-        its band in the head, and the loss of the token in the tail (the softmax over the tokens of that band).
+        The vocabulary is split into bands by frequency. The head is a softmax over the tokens of the first band and one
+        entry for each further band. The tail of a further band is a softmax over the tokens of that band. A target in a
+        further band adds two losses: the loss of its band in the head, and the loss of the token in the tail.
         """
         hidden = self.dropout(hidden)
         total = linear_nll(hidden, self._head_weight(), self._head_targets(targets))
@@ -154,22 +155,25 @@ class AdaptiveVocabulary(nn.Module):
             band_start = self.bands[band][0]
             in_band = self._is_in_band(targets, band)
             tail_hidden = self.dropout(self._tail_hidden(hidden[in_band], band))
-            total = total + linear_nll(tail_hidden, self._embedding_weight(band), targets[in_band] - band_start)
+            tail_targets = targets[in_band] - band_start
+            total = total + linear_nll(tail_hidden, self._embedding_weight(band), tail_targets)
         return total
 
     def token_nll(self, hidden: Float[Tensor, "rows width"], targets: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """Compute the negative log-likelihood of each target, for evaluation.
 
-        The vocabulary is split into bands by frequency. The value of a target outside of the first band is the sum of
-        two losses: the loss of its band in the head, and the loss of the token in the tail (the softmax over the tokens
-        of that band).
+        The vocabulary is split into bands by frequency. The head is a softmax over the tokens of the first band and one
+        entry for each further band. The tail of a further band is a softmax over the tokens of that band. The value of
+        a target in a further band is the sum of two losses: the loss of its band in the head, and the loss of the token
+        in the tail.
         """
         nll = _sliced_nll(hidden, self._head_weight(), self._head_targets(targets))
         for band in range(1, len(self.bands)):
             band_start = self.bands[band][0]
             in_band = self._is_in_band(targets, band)
             tail_hidden = self._tail_hidden(hidden[in_band], band)
-            nll[in_band] += _sliced_nll(tail_hidden, self._embedding_weight(band), targets[in_band] - band_start)
+            tail_targets = targets[in_band] - band_start
+            nll[in_band] += _sliced_nll(tail_hidden, self._embedding_weight(band), tail_targets)
         return nll
 
     def _embedding_weight(self, band: int) -> Float[Tensor, "band_size band_width"]:

@@ -419,12 +419,12 @@ class BoundedLayer(LayerCache):
             kv_head: The index of the key-value head.
             call: The attention call of the query heads that share this key-value head.
         """
-        group_size = call.q.shape[1]
+        group_size = call.q.shape[1]  # the number of query heads that share the key-value head
         states = self.head_states[kv_head * group_size : (kv_head + 1) * group_size]
         return required_capacity(states, self.tolerance, call.window or UNBOUNDED)
 
     def _evict(self, kv_head: int, call: AttentionCall, num_evicted: int) -> None:
-        """Update the statistics for the error bound when keys are evicted from a ring buffer.
+        """Update the largest norm of all evicted keys, on which the error bound depends.
 
         Args:
             kv_head: The index of the key-value head.

@@ -141,7 +141,9 @@ class BoundedDecayLayer(BoundedLayer):
         return max(1, min(required, max_capacity))
 
     def _evict(self, kv_head: int, call: AttentionCall, num_evicted: int) -> None:
-        """Update the statistics for the error bound when keys are evicted from a ring buffer.
+        """Update the largest norm and the total weight of all evicted keys, on which the error bound depends.
+
+        The weight of a key is exp(-c), where c is the cumulative log decay at the key.
 
         Args:
             kv_head: The index of the key-value head.
@@ -149,8 +151,8 @@ class BoundedDecayLayer(BoundedLayer):
             num_evicted: How many of the oldest keys of the call are evicted.
         """
         super()._evict(kv_head, call, num_evicted)
-        # Add the weights exp(-c) of the newly evicted keys to the total weight of all evicted keys.
-        group_size = call.q.shape[1]
+        # Add the weights of the newly evicted keys to the total weight of all evicted keys. All numbers are logarithms.
+        group_size = call.q.shape[1]  # the number of query heads that share the key-value head
         for head in range(kv_head * group_size, (kv_head + 1) * group_size):
             state = self.head_states[head]
             log_evicted_weight = torch.tensor([state.log_evicted_weight], dtype=torch.float64, device=call.k.device)

@@ -257,7 +257,9 @@ class DecayBuffer:
         self._cached_view: Tensor | None = None  # the view of `_storage` that was put into `method_cache`
 
     def bind(self, args: DecodeArgs, method_cache: dict[str, Tensor]) -> None:
-        """Set the fields of the decode step that refer to this buffer.
+        """Set the fields `cumulative_decay`, `decay_stride` and `decay_length` of a decode step.
+
+        The buffer is first enlarged if it is full, and refilled if other code has changed the decays.
 
         Args:
             args: The arguments of the decode step.

@@ -354,8 +354,9 @@ def register_settings(name: str, method: Any) -> None:
     for setting, field in method.Config.model_fields.items():
         if field.is_required():
             raise InputError(f"position method '{name}': its setting '{setting}' needs a default.")
-    description = (method.__doc__ or "").strip().partition("\n")[0]
-    methods.register(name)(MethodInfo(description, method.Config))
+    # `trainshort list positions` shows the first line of the docstring.
+    summary = (method.__doc__ or "").strip().partition("\n")[0]
+    methods.register(name)(MethodInfo(summary, method.Config))
 
 
 def build_position(config: ModelConfig) -> PositionMethod:

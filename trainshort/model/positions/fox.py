@@ -54,8 +54,8 @@ class Fox(PositionMethod):
 
         The last heads of each layer are NoPE heads (heads without positions). Their biases are 0 and are not used.
         """
-        num_gates = self.heads - self.nope_heads
-        biases = self.shift.data.zero_().view(-1, self.heads)
+        num_gates = self.heads - self.nope_heads  # the number of heads with a gate
+        biases = self.shift.data.zero_().view(-1, self.heads)  # (layers, heads)
         biases[:, :num_gates].copy_(self._initial_gate_biases(num_gates))
 
     def _initial_gate_biases(self, num_gates: int) -> Float[Tensor, " heads"]:
