@@ -57,7 +57,7 @@ def test_every_example_of_the_reference_runs(tmp_path, monkeypatch):
         new_names = [set(table.names()) - before for table, before in zip(tables, names_before, strict=True)]
         for table, names in zip(tables, new_names, strict=True):
             for name in names:
-                table.unregister(name)
+                table.remove(name)
     assert result.failed == 0
     assert result.attempted > 30
     assert [len(names) for names in new_names] == [1] * len(tables), "the page uses every decorator once"
