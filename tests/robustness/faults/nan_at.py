@@ -14,7 +14,7 @@ from trainshort.cli.main import main
 from trainshort.model.transformer import Loss, TransformerLM
 
 original_forward = TransformerLM.forward
-original_accumulate = trainshort.train.loop._accumulate
+original_accumulate = trainshort.train.loop._accumulate_gradients
 target_step = int(os.environ["NAN_AT"])
 target_rank = os.environ["NAN_RANK"]
 factor = float(os.environ["NAN_VALUE"])
@@ -37,6 +37,6 @@ def forward(self, *arguments, **options):
     return loss
 
 
-trainshort.train.loop._accumulate = accumulate
+trainshort.train.loop._accumulate_gradients = accumulate
 TransformerLM.forward = forward
 main()

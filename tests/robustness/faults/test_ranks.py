@@ -58,7 +58,7 @@ def test_killed_rank_stops_the_other_rank(runner, tmp_path):
     assert wait_for(lambda: checkpoint_files.list_checkpoints(out), ranks[0])
     kill(ranks[1])
     assert ranks[0].wait(60) not in (0, None), ranks[0].communicate()[0]
-    assert checkpoint_files.list_checkpoints(out)[-1].name < checkpoint_files.name(STEPS)
+    assert checkpoint_files.list_checkpoints(out)[-1].name < checkpoint_files.checkpoint_name(STEPS)
 
     for run in (out, tmp_path / "undisturbed"):
         for rank in start_ranks(runner, run):
