@@ -1,8 +1,8 @@
 """The implementations of attention that the benchmarks compare.
 
 They are the backends of trainshort, plain attention without positions, and ALiBi in other libraries. Each
-implementation is a function of (q, k, v, bias). Except for plain attention, all implementations compute the same output.
-The second part of the file compares decoding with Hugging Face's MPT.
+implementation is a function of (q, k, v, bias). All implementations except plain attention compute the same output. The
+second part of the file compares decoding with Hugging Face's MPT.
 """
 
 from collections.abc import Callable

@@ -122,7 +122,7 @@ def test_recorded_inputs_are_cut_to_the_length(tmp_path):
     save_file(tensors, path)
     inputs = make_inputs(str(path), 50)
     assert torch.equal(inputs.k, tensors["k"][:, :, :50].float())
-    with pytest.raises(InputError, match="holds 90 tokens.*--lengths"):
+    with pytest.raises(InputError, match=r"holds 90 tokens.*--lengths"):
         make_inputs(str(path), 91)
 
 
