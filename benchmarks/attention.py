@@ -8,6 +8,7 @@ model. All implementations run once per round. A ratio is the median of the rati
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,7 +188,7 @@ def _time_measures(name: str, timings: dict[str, dict[str, Timing]]) -> dict[str
     }
 
 
-def make_attention_task(function: Attend, inputs: Inputs, *, backward: bool) -> Callable[[], object]:
+def make_attention_task(function: Attend, inputs: Inputs, *, backward: bool) -> Callable[[], Any]:
     """Return a function without arguments that computes attention once.
 
     Args:
@@ -210,7 +211,7 @@ def make_attention_task(function: Attend, inputs: Inputs, *, backward: bool) -> 
         bias = DecayBias(bias.cumulative.detach().requires_grad_())
         leaves.append(bias.cumulative)
 
-    def compute_gradients() -> object:
+    def compute_gradients() -> tuple[Tensor | None, ...]:
         # Plain attention ignores the bias, so the bias has no gradient there (`allow_unused`).
         return torch.autograd.grad(function(q, k, v, bias), leaves, inputs.grad_out, allow_unused=True)
 
@@ -387,7 +388,7 @@ def peak(source: str, length: int, name: str, tolerance: float, causal: bool) ->
         `peak` is the peak memory in bytes. `own` is the part above the memory of the inputs.
     """
 
-    def make_task(task_length: int) -> Callable[[], object]:
+    def make_task(task_length: int) -> Callable[[], Any]:
         inputs = make_inputs(source, task_length)
         function = make_implementation(name, inputs, tolerance, causal)
         return make_attention_task(function, adapt_inputs(inputs, name), backward=True)

@@ -223,9 +223,8 @@ def _check_plan(plan: Plan) -> None:
         for choice in values:
             _check_choice(option, choice, choices)
 
-    counts_work = isinstance(plan, AttentionPlan) and plan.measure == "work"
-    if counts_work and (plan.sides == "both" or not plan.tolerance):
-        raise InputError("--measure work requires causal attention (--sides left) and a --tolerance above 0.")
+    if isinstance(plan, AttentionPlan):
+        _check_work_settings(plan)
     if not isinstance(plan, AttentionPlan | PreparePlan):
         from trainshort.config.presets import presets
 
@@ -239,6 +238,13 @@ def _check_plan(plan: Plan) -> None:
             )
     if isinstance(plan, DecodePlan) and TRAINED_PART in plan.parts and plan.run is None:
         raise InputError("--parts trained requires a trained model. Add --run RUN.")
+
+
+def _check_work_settings(plan: AttentionPlan) -> None:
+    """Raise `InputError` if `--measure work` is combined with settings for which no work is skipped."""
+    skips_work = plan.sides == "left" and plan.tolerance > 0
+    if plan.measure == "work" and not skips_work:
+        raise InputError("--measure work requires causal attention (--sides left) and a --tolerance above 0.")
 
 
 def _check_numbers(plan: Plan) -> None:
