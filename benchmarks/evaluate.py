@@ -1,9 +1,8 @@
-"""Evaluation's speed and memory by length: how much of its speed at a short length a model keeps at a long one.
+"""The evaluate benchmark: speed and memory of evaluation by input length.
 
-The same tokens are scored as many short blocks, fewer longer ones, one of the longest. Lengths take turns; shares are
-medians over rounds of the ratio within a round. The paper's GPU kept 24 % with ALiBi (Table 3: 16,951 words per second
-at 1,024 tokens, 4,153 at 16,024). Memory is each length's own process: one block of 16,384 should need less than twice
-what four of 4,096 need.
+The same tokens are scored in many short blocks, in fewer longer blocks, and in one block of the largest length. The
+benchmark reports which share of the speed at the shortest length remains at longer lengths. With the paper's GPU and
+ALiBi, the share was 24 % (Table 3: 16,951 words per second at 1,024 tokens, 4,153 at 16,024).
 """
 
 from functools import partial
@@ -12,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.run import Benchmark, Progress, peaks
-from benchmarks.suites import EvaluatePlan, wants_memory
+from benchmarks.run import Benchmark, Progress, measure_peaks
+from benchmarks.suites import EvaluatePlan, is_memory_measured
 from trainshort.config.presets import presets
 from trainshort.data.passes import Passes
 from trainshort.evaluate.sweep import score
@@ -24,62 +23,125 @@ from trainshort.train.checkpoint import find_checkpoint, load_model
 from trainshort.utils.bench_results import Case, Measurement, to_megabytes
 from trainshort.utils.timing import measure_peak_memory, time_interleaved
 
+# The training length that is stored with the models. It does not affect the measurements.
+TRAINED_AT = 1024
 
-def benchmarks(plan: EvaluatePlan) -> list[Benchmark]:
-    """One per position method, or the one run."""
+# The block length with which a process warms up before its memory is measured.
+WARMUP_LENGTH = 64
+
+
+def make_benchmarks(plan: EvaluatePlan) -> list[Benchmark]:
+    """Return one benchmark for each position method, or one benchmark for the run of the plan.
+
+    Raises:
+        InputError: If a position method is unknown, or the run has no checkpoint.
+    """
     if plan.run is not None:
         find_checkpoint(Path(plan.run))
-        named = {"": plan.run}
+        model_names = {"": plan.run}  # A run determines its position method.
     else:
-        for name in plan.methods:
-            positions.get(name)
-        named = {name: f"{name}, preset {plan.preset}" for name in plan.methods}
-    return [
-        Benchmark(f"scoring {max(plan.lengths):,} tokens, {told}", partial(measure, plan, method))
-        for method, told in named.items()
-    ]
+        model_names = {}
+        for method in plan.methods:
+            positions.get(method)
+            model_names[method] = f"{method}, preset {plan.preset}"
+    benchmarks = []
+    for method, model_name in model_names.items():
+        title = f"scoring {max(plan.lengths):,} tokens, {model_name}"
+        benchmarks.append(Benchmark(title, partial(measure, plan, method)))
+    return benchmarks
 
 
-def make_target(method: str, preset: str, run: str | None, longest: int) -> ModelTarget:
+def make_target(method: str, preset: str, run: str | None, max_length: int) -> ModelTarget:
+    """Return the model that is evaluated.
+
+    Args:
+        method: The position method of a model with random weights.
+        preset: The preset with the shape of a model with random weights.
+        run: A run folder with a trained model. It replaces `method` and `preset`.
+        max_length: The number of tokens that the model must support.
+    """
     if run is not None:
-        return ModelTarget(load_model(Path(run)), trained_at=1024, name=Path(run).resolve().name)
+        model = load_model(Path(run))
+        return ModelTarget(model, trained_at=TRAINED_AT, name=Path(run).resolve().name)
     torch.manual_seed(0)
-    config = presets.get(preset)().replace(position=method).with_max_length(longest)
-    return ModelTarget(TransformerLM(config), trained_at=1024, name=method)
+    config = presets.get(preset)().replace(position=method).with_max_length(max_length)
+    return ModelTarget(TransformerLM(config), trained_at=TRAINED_AT, name=method)
 
 
-def read(target: ModelTarget, length: int, tokens: int) -> None:
-    """Score all tokens in blocks of `length`, as `trainshort evaluate` does."""
-    text = np.random.default_rng(0).integers(target.vocab_size, size=tokens)
-    for _ in score(target, text, Passes(tokens, length, length), batch_tokens=tokens):
-        pass
+def score_random_tokens(target: ModelTarget, length: int, token_count: int) -> None:
+    """Score random tokens in blocks of `length` tokens, as `trainshort evaluate` does."""
+    tokens = np.random.default_rng(0).integers(target.vocab_size, size=token_count)
+    passes = Passes(token_count, length, length)
+    for _ in score(target, tokens, passes, batch_tokens=token_count):
+        pass  # The scores are not needed.
 
 
 def measure(plan: EvaluatePlan, method: str, progress: Progress) -> list[Measurement]:
-    target = make_target(method, plan.preset, plan.run, max(plan.lengths))
-    tokens, shortest = max(plan.lengths), min(plan.lengths)
-    progress.note(f"{plan.rounds} rounds of blocks of {', '.join(f'{length:,}' for length in plan.lengths)}")
-    work = {f"{length:,} tokens": partial(read, target, length, tokens) for length in plan.lengths}
-    timings = time_interleaved(work, plan.rounds, 1, progress.round)
-    asked = {"method": method, "preset": plan.preset, "run": plan.run, "tokens": tokens}
-    tasks = {f"{one:,} tokens": asked | {"length": one} for one in plan.lengths if wants_memory(plan, one)}
-    memory = peaks("evaluate", tasks, progress)
+    """Measure the speed and the memory of one model at all lengths.
+
+    Returns:
+        One measurement for each length.
+    """
+    token_count = max(plan.lengths)
+    shortest = min(plan.lengths)
+    target = make_target(method, plan.preset, plan.run, token_count)
+
+    length_texts = [f"{length:,}" for length in plan.lengths]
+    progress.print_note(f"{plan.rounds} rounds of blocks of {', '.join(length_texts)}")
+    tasks = {_task_name(length): partial(score_random_tokens, target, length, token_count) for length in plan.lengths}
+    timings = time_interleaved(tasks, plan.rounds, 1, progress.report_round)
+    memory = _measure_memory(plan, method, token_count, progress)
+
     rows = []
     for length in plan.lengths:
-        name = f"{length:,} tokens"
-        share = timings[name].speed_percent_of(timings[f"{shortest:,} tokens"])
-        measured = {"speed": timings[name].rate(tokens, "tokens/s"), f"of {shortest:,}": share}
-        if name in memory:
-            measured["extra memory"] = to_megabytes(memory[name]["own"])
+        timing = timings[_task_name(length)]
+        measured = {
+            "speed": timing.rate(token_count, "tokens/s"),
+            f"of {shortest:,}": timing.speed_percent_of(timings[_task_name(shortest)]),
+        }
+        if _task_name(length) in memory:
+            measured["extra memory"] = to_megabytes(memory[_task_name(length)]["own"])
         case: Case = {"model": target.name, "tokens": length}
         if plan.run is None:
             case["preset"] = plan.preset
-        rows.append(Measurement(case=case, measured=measured, seconds={"reading": timings[name].seconds}))
+        rows.append(Measurement(case=case, measured=measured, seconds={"reading": timing.seconds}))
     return rows
 
 
+def _task_name(length: int) -> str:
+    """Return the name of the task for one length in progress messages, such as "4,096 tokens"."""
+    return f"{length:,} tokens"
+
+
+def _measure_memory(plan: EvaluatePlan, method: str, token_count: int, progress: Progress) -> dict[str, dict[str, int]]:
+    """Measure the memory at each length in a subprocess. Lengths that the plan excludes are left out."""
+    tasks = {}
+    for length in plan.lengths:
+        if is_memory_measured(plan, length):
+            tasks[_task_name(length)] = {
+                "method": method,
+                "preset": plan.preset,
+                "run": plan.run,
+                "tokens": token_count,
+                "length": length,
+            }
+    return measure_peaks("evaluate", tasks, progress)
+
+
 def peak(method: str, preset: str, run: str | None, length: int, tokens: int) -> dict[str, int]:
-    """Extra memory of one length, in this process alone."""
+    """Measure the peak memory of scoring at one length. `measure_peaks` calls this function in a subprocess.
+
+    Args:
+        method: The position method of a model with random weights.
+        preset: The preset with the shape of a model with random weights.
+        run: A run folder with a trained model, or None.
+        length: The number of tokens in a block.
+        tokens: The number of tokens that are scored.
+
+    Returns:
+        `peak` is the peak memory in bytes. `own` is the part above the memory of the model.
+    """
     target = make_target(method, preset, run, tokens)
-    read(target, min(64, tokens), tokens)  # libraries and thread pools are loaded, whatever the length
-    return measure_peak_memory(partial(read, target, length, tokens))
+    # The first call loads libraries and starts threads. Their memory does not depend on the length.
+    score_random_tokens(target, min(WARMUP_LENGTH, tokens), tokens)
+    return measure_peak_memory(partial(score_random_tokens, target, length, tokens))

@@ -1,7 +1,8 @@
-"""Hugging Face's MPT before and after `patch`: the same weights, the same tokens, in turns.
+"""The patch benchmark: compare Hugging Face's MPT before and after `trainshort.patch`.
 
-Reading a text once, one training step, the peak memory of each in a process of its own, and greedy text. Beside them
-the patched model without attention between its projections, which no attention can be quicker than.
+Both models have the same weights and read the same tokens. The benchmark measures the forward pass, a training step,
+the peak memory and the generated text. A third model without attention shows the highest speed that any attention
+could reach.
 """
 
 import copy
@@ -10,85 +11,145 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import training
-from benchmarks.peers import GREEDY, greedy, same_greedy_tokens
-from benchmarks.run import Benchmark, Progress, peaks
-from benchmarks.suites import PatchPlan, wants_memory
+from benchmarks.peers import GREEDY_TOKENS, count_same_greedy_tokens, generate_greedy
+from benchmarks.run import Benchmark, Progress, measure_peaks
+from benchmarks.suites import PatchPlan, is_memory_measured
 from trainshort.config.presets import presets
 from trainshort.interop.patch import apply_patch, patch
 from trainshort.model.linear import apply_linear
 from trainshort.utils.bench_results import Case, Measure, Measurement, to_megabytes, to_ratio
-from trainshort.utils.timing import measure_peak_memory, time_interleaved
+from trainshort.utils.timing import Timing, measure_peak_memory, time_interleaved
 
-WORK = ("forward", "step")
+# The kinds of work that are measured: a forward pass without gradients, and a training step.
+WORK_KINDS = ("forward", "step")
 
 
-def benchmarks(plan: PatchPlan) -> list[Benchmark]:
-    return [
-        Benchmark(f"patch at {length:,} tokens, preset {plan.preset}", partial(measure, plan, length))
-        for length in plan.lengths
-    ]
+def make_benchmarks(plan: PatchPlan) -> list[Benchmark]:
+    """Return one benchmark for each length."""
+    benchmarks = []
+    for length in plan.lengths:
+        title = f"patch at {length:,} tokens, preset {plan.preset}"
+        benchmarks.append(Benchmark(title, partial(measure, plan, length)))
+    return benchmarks
 
 
 def measure(plan: PatchPlan, length: int, progress: Progress) -> list[Measurement]:
+    """Measure the original MPT, the patched MPT and an MPT without attention at one length.
+
+    Returns:
+        One measurement for each model. The list is empty if MPT cannot run on this machine.
+    """
     config = presets.get(plan.preset)()
-    if not training.mpt_takes_part(config, training.MPT_SCORE_COPIES * config.layers, length, progress):
+    if not training.can_run_mpt(config, training.MPT_SCORE_COPIES * config.layers, length, progress):
         return []
-    models = made(plan.preset, length)
-    same = same_greedy_tokens(models["mpt"], partial(greedy, models["patched"]), length)
+    models = make_models(plan.preset, length)
+    generate_patched = partial(generate_greedy, models["patched"])
+    same_token_count = count_same_greedy_tokens(models["mpt"], generate_patched, length)
+
     timings = {}
-    for work in WORK:
-        progress.note(f"{plan.rounds} rounds of {work}")
-        asked = {name: work_of(work, model, length) for name, model in models.items()}
-        timings[work] = time_interleaved(asked, plan.rounds, 1, progress.round)
-    tasks = {
-        f"{name}, {work}": {"name": name, "work": work, "preset": plan.preset, "length": length}
-        for work in WORK
-        for name in ("mpt", "patched")
-        if wants_memory(plan, length)
-    }
-    memory = {told: one["peak"] for told, one in peaks("patch", tasks, progress).items()}
+    for work_kind in WORK_KINDS:
+        progress.print_note(f"{plan.rounds} rounds of {work_kind}")
+        tasks = {name: make_task(work_kind, model, length) for name, model in models.items()}
+        timings[work_kind] = time_interleaved(tasks, plan.rounds, 1, progress.report_round)
+    peaks = _measure_peak_bytes(plan, length, progress)
+
     rows = []
     for name in models:
-        measured = {}
-        for work in WORK:
-            measured[work] = timings[work][name].milliseconds_per(1)
-            measured[f"{work} speed to mpt"] = timings[work][name].speed_to(timings[work]["mpt"])
-            if most := memory.get(f"{name}, {work}"):
-                measured[f"{work} peak"] = to_megabytes(most)
-                measured[f"{work} peak to mpt"] = to_ratio(most, memory[f"mpt, {work}"], "lower")
+        measured = _measures_of(name, timings, peaks)
+        note = ""
         if name == "patched":
-            measured["same greedy tokens"] = Measure(value=same, better="higher")
+            measured["same greedy tokens"] = Measure(value=same_token_count, better="higher")
+            note = "random weights"
         case: Case = {"model": name, "preset": plan.preset, "tokens": length}
-        seconds = {work: timings[work][name].seconds for work in WORK}
-        note = "random weights" if name == "patched" else ""
+        seconds = {work_kind: timings[work_kind][name].seconds for work_kind in WORK_KINDS}
         rows.append(Measurement(case=case, measured=measured, seconds=seconds, note=note))
     return rows
 
 
-def made(preset: str, length: int) -> dict[str, Any]:
-    """MPT with random weights as it is, a patched copy, and one whose attention hands on the values."""
+def _measure_peak_bytes(plan: PatchPlan, length: int, progress: Progress) -> dict[str, int]:
+    """Measure the peak memory of the original and the patched MPT, each in a subprocess.
+
+    Returns:
+        The peak in bytes by model and work, for example under the key "patched, step". The dictionary is empty if
+        the plan excludes the memory at this length.
+    """
+    if not is_memory_measured(plan, length):
+        return {}
+    tasks = {}
+    for work_kind in WORK_KINDS:
+        for name in ("mpt", "patched"):
+            tasks[f"{name}, {work_kind}"] = {
+                "name": name,
+                "work": work_kind,
+                "preset": plan.preset,
+                "length": length,
+            }
+    results = measure_peaks("patch", tasks, progress)
+    return {task_name: result["peak"] for task_name, result in results.items()}
+
+
+def _measures_of(name: str, timings: dict[str, dict[str, Timing]], peaks: dict[str, int]) -> dict[str, Measure]:
+    """Return the times and the peak memory of one model, and their ratios to the original MPT.
+
+    Args:
+        name: The model.
+        timings: The timings by the kind of work, and then by model.
+        peaks: The peak memory in bytes, under keys such as "patched, step".
+    """
+    measured = {}
+    for work_kind in WORK_KINDS:
+        timing = timings[work_kind][name]
+        measured[work_kind] = timing.milliseconds_per(1)
+        measured[f"{work_kind} speed to mpt"] = timing.speed_ratio_to(timings[work_kind]["mpt"])
+        peak_bytes = peaks.get(f"{name}, {work_kind}")
+        if peak_bytes:
+            measured[f"{work_kind} peak"] = to_megabytes(peak_bytes)
+            measured[f"{work_kind} peak to mpt"] = to_ratio(peak_bytes, peaks[f"mpt, {work_kind}"], "lower")
+    return measured
+
+
+def make_models(preset: str, length: int) -> dict[str, Any]:
+    """Return an MPT with random weights, a patched copy, and a copy without attention.
+
+    Args:
+        preset: The preset with the shape of the model.
+        length: The number of tokens that the models read before they generate `GREEDY_TOKENS` tokens.
+    """
     torch.manual_seed(0)
-    theirs = training.mpt(presets.get(preset)(), length + GREEDY).eval()
-    copied, bare = copy.deepcopy(theirs), copy.deepcopy(theirs)
-    patch(copied)
-    apply_patch(bare)  # builds no mask and no biases
-    for block in bare.transformer.blocks:
-        block.attn.forward = partial(_values, block.attn)
-    return {"mpt": theirs, "patched": copied, "without attention": bare}
+    mpt = training.make_mpt(presets.get(preset)(), length + GREEDY_TOKENS).eval()
+    patched = copy.deepcopy(mpt)
+    patch(patched)
+
+    # `apply_patch` also removes the computation of the mask and the biases, which no attention needs here.
+    without_attention = copy.deepcopy(mpt)
+    apply_patch(without_attention)
+    for block in without_attention.transformer.blocks:
+        block.attn.forward = partial(_skip_attention, block.attn)
+    return {"mpt": mpt, "patched": patched, "without attention": without_attention}
 
 
-def _values(attention: Any, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-    return apply_linear(attention.out_proj, apply_linear(attention.Wqkv, hidden_states).chunk(3, dim=2)[2]), None
+def _skip_attention(attention: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Replace the forward method of an MPT attention layer: return the projected values of each token itself."""
+    qkv = apply_linear(attention.Wqkv, hidden_states)
+    _q, _k, values = qkv.chunk(3, dim=2)
+    return apply_linear(attention.out_proj, values), None
 
 
-def work_of(work: str, model: Any, length: int) -> Callable[[], object]:
-    """Reading a text, or a training step on it."""
+def make_task(work_kind: str, model: Any, length: int) -> Callable[[], object]:
+    """Return a function without arguments that runs a forward pass or a training step on random tokens.
+
+    Args:
+        work_kind: "forward" or "step".
+        model: A model of Hugging Face Transformers.
+        length: The number of tokens.
+    """
     generator = torch.Generator().manual_seed(length)
     tokens, targets = torch.randint(model.config.vocab_size, (2, 1, length), generator=generator)
-    if work == "step":
-        return training.mpt_step(model, tokens, targets)
+    if work_kind == "step":
+        return training.make_mpt_step(model, tokens, targets)
 
     @torch.inference_mode()
     def forward() -> None:
@@ -98,10 +159,25 @@ def work_of(work: str, model: Any, length: int) -> Callable[[], object]:
 
 
 def peak(name: str, work: str, preset: str, length: int) -> dict[str, int]:
-    """The most memory of a process that does it twice."""
+    """Measure the peak memory of one kind of work. `measure_peaks` calls this function in a subprocess.
+
+    Args:
+        name: "mpt" for the original model, "patched" for the patched model.
+        work: "forward" or "step".
+        preset: The preset with the shape of the model.
+        length: The number of tokens.
+
+    Returns:
+        `peak` is the peak memory in bytes. `own` is the part above the memory of the model.
+    """
     torch.manual_seed(0)
-    model = training.mpt(presets.get(preset)(), length).eval()
+    model = training.make_mpt(presets.get(preset)(), length).eval()
     if name == "patched":
         patch(model)
-    run = work_of(work, model, length)
-    return measure_peak_memory(lambda: [run() for _ in range(2)])
+    task = make_task(work, model, length)
+
+    def run_twice() -> None:
+        task()
+        task()
+
+    return measure_peak_memory(run_twice)

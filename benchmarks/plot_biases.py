@@ -1,5 +1,9 @@
-"""`python -m benchmarks.plot_biases`: docs/biases*.png, what methods add to a score at each distance, drawn from
-the methods themselves at their first values."""
+"""Draw docs/biases*.png: what each position method adds to the scores of attention, by distance.
+
+    python -m benchmarks.plot_biases
+
+The values are computed by the position methods themselves, with their initial parameters.
+"""
 
 import math
 from pathlib import Path
@@ -17,8 +21,18 @@ from trainshort.model.positions.bam import Bam
 from trainshort.utils.figures import OTHERS, Figure, Series, draw_figures, method_color
 
 FOLDER = Path(__file__).parents[1] / "docs"
-HEADS, SHOWN, FARTHEST, WIDTH = 8, (1, 4, 8), 1024, 512
-PLACES = (*range(0, 32, 4), *range(32, FARTHEST, 16), FARTHEST - 1)
+
+# The shape of the model whose biases are drawn.
+HEADS = 8
+WIDTH = 512
+
+# The heads that are drawn, counted from 1.
+SHOWN = (1, 4, 8)
+
+# Keys up to this distance are drawn. Small distances are drawn with more points.
+LENGTH = 1024
+DRAWN_DISTANCES = (*range(0, 32, 4), *range(32, LENGTH, 16), LENGTH - 1)
+
 PICTURES: dict[str, dict[str, dict[str, Any]]] = {
     "biases": {
         "alibi": {"position": "alibi"},
@@ -39,46 +53,95 @@ PICTURES: dict[str, dict[str, dict[str, Any]]] = {
         "xpos": {"position": "xpos"},
     },
 }
-"""Every method but those that add to the embeddings or do nothing, by picture and panel."""
+"""The settings of each panel, by the name of the picture and the title of the panel. Every position method has a panel,
+except for methods that change the embeddings and for the method "none"."""
 
 
 @torch.no_grad()
-def by_distance(method: PositionMethod, length: int = FARTHEST) -> Float[Tensor, "lines distances"]:
-    """What a method adds to the scores of the last query, a line for each head: nearest key first. One that looks at
-    the text reads random numbers. One that turns has one line: the product of two equal vectors of length 1."""
+def score_changes_by_distance(method: PositionMethod, length: int = LENGTH) -> Float[Tensor, "lines distances"]:
+    """Return what a position method adds to the scores of the last query, starting with the nearest key.
+
+    Args:
+        method: The position method. Methods that depend on the text read random numbers.
+        length: The number of keys.
+
+    Returns:
+        One line per head. A method that rotates queries and keys has one line: the inner products of two equal vectors
+        of length 1 after the rotation.
+
+    Raises:
+        ValueError: If the method adds nothing to the scores.
+    """
     torch.manual_seed(1)
+    position_ids = torch.arange(length)[None]
     if method.rotates():
-        same = torch.full((1, 1, length, WIDTH // HEADS), (WIDTH / HEADS) ** -0.5)
-        q, k = method.rotate(same, same, torch.arange(length)[None])
-        return (k[0, 0] @ q[0, 0, -1]).flip(0)[None]
-    x, where = torch.randn(1, length, WIDTH), torch.arange(length)[None]
+        head_width = WIDTH // HEADS
+        unit_vectors = torch.full((1, 1, length, head_width), (WIDTH / HEADS) ** -0.5)
+        q, k = method.rotate(unit_vectors, unit_vectors, position_ids)
+        inner_products = k[0, 0] @ q[0, 0, -1]
+        return inner_products.flip(0)[None]
+
+    x = torch.randn(1, length, WIDTH)
     heads = x.unflatten(2, (HEADS, -1)).transpose(1, 2)
-    call = AttentionCall(heads, heads, heads, method.content_bias(LayerInput(0, x, length, where, {})))
-    written = materialize_bias(call, slice(length - 1, length), slice(0, length))
-    if written is None:
-        raise ValueError(f"{method.name} adds nothing")
-    return written.reshape(-1, length).flip(1)
+    bias = method.content_bias(LayerInput(0, x, length, position_ids, {}))
+    call = AttentionCall(heads, heads, heads, bias)
+    last_query = slice(length - 1, length)
+    all_keys = slice(0, length)
+    values = materialize_bias(call, last_query, all_keys)
+    if values is None:
+        raise ValueError(f"The position method {method.name} adds nothing to the scores.")
+    return values.reshape(-1, length).flip(1)
 
 
 def figure(title: str, settings: dict[str, Any]) -> Figure:
-    torch.manual_seed(1)  # KERPLE's first values are drawn
+    """Return the panel of one position method.
+
+    Args:
+        title: The title of the panel.
+        settings: Settings of `ModelConfig`, with the position method.
+    """
+    torch.manual_seed(1)  # KERPLE draws its initial values at random.
     config = ModelConfig.parse({"heads": HEADS, "width": WIDTH, "layers": 1, "vocab_size": 2} | settings)
     method = build_position(config)
-    if isinstance(method, Bam):  # which begins as ALiBi: what training can make of it
-        method.power.data[[head - 1 for head in SHOWN]] = torch.tensor([0.5, 0.8, 1.0])
-        method.scale.data.fill_(math.log(1 / 16))
-    rows, colors = by_distance(method), (method_color(config.position), *OTHERS)
-    names = [f"head {head} of {HEADS}" for head in SHOWN] if len(rows) > 1 else ["equal vectors"]
-    series = tuple(
-        Series(name, PLACES, tuple(rows[head - 1, list(PLACES)].tolist()), colors[index])
-        for index, (name, head) in enumerate(zip(names, SHOWN, strict=False))
+    if isinstance(method, Bam):
+        _set_bam_example(method)
+
+    lines = score_changes_by_distance(method)
+    has_line_per_head = len(lines) > 1
+    if has_line_per_head:
+        line_names = [f"head {head} of {HEADS}" for head in SHOWN]
+        label = "bias (nats)"
+    else:
+        line_names = ["equal vectors"]
+        label = "product"
+
+    colors = (method_color(config.position), *OTHERS)
+    series = []
+    # `zip` stops at the shorter argument, so a method with one line uses only the first head.
+    for line_name, head, color in zip(line_names, SHOWN, colors, strict=False):
+        values = lines[head - 1, list(DRAWN_DISTANCES)].tolist()
+        series.append(Series(line_name, DRAWN_DISTANCES, tuple(values), color))
+    return Figure(
+        config.position, title, f"{title}: {label} by distance", tuple(series), x_label="distance", y_label=label
     )
-    label = "bias (nats)" if len(rows) > 1 else "product"
-    return Figure(config.position, title, f"{title}: {label} by distance", series, x_label="distance", y_label=label)
+
+
+def _set_bam_example(method: Bam) -> None:
+    """Set parameters that training could reach. The initial parameters of BAM make it equal to ALiBi."""
+    shown_indices = [head - 1 for head in SHOWN]
+    method.power.data[shown_indices] = torch.tensor([0.5, 0.8, 1.0])
+    method.scale.data.fill_(math.log(1 / 16))
+
+
+def main() -> None:
+    """Draw all pictures into the folder docs."""
+    for picture, panels in PICTURES.items():
+        path = FOLDER / picture
+        figures = [figure(title, settings) for title, settings in panels.items()]
+        draw_figures(figures, path, size=(16.0, 3.6))
+        # Only the PNG file is used in the documentation.
+        path.with_suffix(".svg").unlink()
 
 
 if __name__ == "__main__":
-    for picture, panels in PICTURES.items():
-        path = FOLDER / picture
-        draw_figures([figure(title, settings) for title, settings in panels.items()], path, size=(16.0, 3.6))
-        path.with_suffix(".svg").unlink()
+    main()

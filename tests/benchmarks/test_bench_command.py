@@ -1,7 +1,9 @@
-"""`trainshort bench`: what it stores, what it refuses, on sizes that take seconds."""
+"""Tests of `trainshort bench` with sizes that take seconds: stored results, plug-ins and invalid options."""
 
 import json
 import re
+import statistics
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,309 +16,364 @@ from safetensors.torch import load_file, save_file
 from benchmarks import inputs, peers
 from benchmarks.__main__ import Bench, main
 from benchmarks.run import Progress
-from benchmarks.suites import FULL, QUICK, AttentionPlan, DecodePlan, choose
+from benchmarks.suites import FULL_PLANS, QUICK_PLANS, AttentionPlan, DecodePlan, choose_plans
 from trainshort.attention.call import TOLERANCE
 from trainshort.config.run_config import load_config
-from trainshort.data.dataset import open_dataset
+from trainshort.data.dataset import PreparedDataset, open_dataset
 from trainshort.errors import InputError
 from trainshort.train.checkpoint import load_model
 from trainshort.utils import plugins
 from trainshort.utils.bench_results import load_bench_result, median_of
 from trainshort.utils.timing import run_in_subprocess, time_interleaved
 
-ATTENTION = ("attention", "--lengths", "64", "128", "--engines", "windowed", "windowed-torch", "--rounds", "2")
+PLUGIN_FOLDER = Path(__file__).parents[1] / "plugins"
 
 
-def run(*words: str) -> None:
-    with pytest.raises(SystemExit) as ended:
+def run_bench(*words: str) -> None:
+    """Run `trainshort bench` and check that it succeeds."""
+    with pytest.raises(SystemExit) as caught:
         main(list(words))
-    assert ended.value.code == 0
+    assert caught.value.code == 0
 
 
-def fails(capsys, *words: str) -> str:
-    with pytest.raises(SystemExit) as ended:
+def run_failing_bench(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run `trainshort bench`, check that it rejects its arguments, and return the error message as one line."""
+    with pytest.raises(SystemExit) as caught:
         main(list(words))
-    assert ended.value.code == 2
-    return capsys.readouterr().err
+    assert caught.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
 
 
-def test_attention_is_stored_with_its_origin(tmp_path, capsys):
+def open_run_dataset(run: Path) -> PreparedDataset:
+    """Return the dataset that a run was trained on."""
+    config = load_config(run / "config.json")
+    return open_dataset(Path(config.data.folder or ""))
+
+
+@pytest.fixture
+def _unload_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Remove everything that plug-ins have registered during the test."""
+    monkeypatch.setenv(plugins.PLUGIN_ENV_VAR, "")
+    monkeypatch.setattr(plugins, "_loaded", {})
+    yield
+    for plugin in plugins._loaded.values():
+        for registry, name in plugin.entries:
+            registry.remove(name)
+
+
+def test_attention_result_contains_its_origin(tmp_path, capsys):
     out = tmp_path / "deep" / "a.json"
-    run(*ATTENTION, "--memory", "longest", "--tolerance", "1e-5", "--out", str(out))
+    words = "attention --lengths 64 128 --backends windowed windowed-torch --rounds 2 --memory longest --tolerance 1e-5"
+    run_bench(*words.split(), "--out", str(out))
+
     stored = json.loads(out.read_text())
     assert stored["format"] == 2
     assert stored["finished"]
     assert stored["settings"]["dtype"] == "float32"
     assert stored["settings"]["attention"]["tolerance"] == 1e-5
-    assert {"cpu", "cores", "memory", "matmul_rate", "read_rate"} <= stored["made"]["machine"].keys()
-    assert min(stored["made"]["machine"][rate] for rate in ("matmul_rate", "read_rate")) > 1e8
-    assert stored["made"]["threads"] == torch.get_num_threads()
-    assert {"trainshort", "torch", "python", "transformers", "x-transformers"} <= stored["made"]["versions"].keys()
+    provenance = stored["made"]
+    assert {"cpu", "cores", "memory", "matmul_rate", "read_rate"} <= provenance["machine"].keys()
+    assert provenance["machine"]["matmul_rate"] > 1e8
+    assert provenance["machine"]["read_rate"] > 1e8
+    assert provenance["threads"] == torch.get_num_threads()
+    assert {"trainshort", "torch", "python", "transformers", "x-transformers"} <= provenance["versions"].keys()
+
     rows = load_bench_result(out).suites["attention"]
-    assert [(row.case["engine"], row.case["tokens"]) for row in rows] == [
-        (engine, tokens) for tokens in (64, 128) for engine in ("plain", "windowed", "windowed-torch")
-    ]
+    cases = [(row.case["engine"], row.case["tokens"]) for row in rows]
+    names = ("plain", "windowed", "windowed-torch")
+    assert cases == [(name, tokens) for tokens in (64, 128) for name in names]
     for row in rows:
         assert len(row.seconds["forward"]) == 2
         assert row.measured["forward"].value == pytest.approx(1e3 * np.median(row.seconds["forward"]))
         assert 0 < row.measured["error"].value < 1e-5
-        assert ("peak" in row.measured) == (row.case["tokens"] == 128)
-    told = capsys.readouterr()
-    assert f"Results: {out}" in told.out
-    assert "windowed" in told.out
-    assert "attention 2/2: attention at 128 tokens" in told.err
-    assert "memory of windowed, 2 of 3" in told.err
+        has_peak = "peak" in row.measured
+        assert has_peak == (row.case["tokens"] == 128)
+
+    output = capsys.readouterr()
+    assert f"Results: {out}" in output.out
+    assert "windowed" in output.out
+    assert "attention 2/2: attention at 128 tokens" in output.err
+    assert "memory of windowed, 2 of 3" in output.err
 
 
-def test_every_engine_can_be_named(tmp_path, capsys, monkeypatch):
-    """Also a plug-in's, which the process that measures memory finds too; one that cannot says why."""
-    monkeypatch.setenv(plugins.PLUGIN_ENV_VAR, "")
-    monkeypatch.setattr(plugins, "_loaded", {})
-    plugin, out = Path(__file__).parents[1] / "plugins" / "one_of_each.py", tmp_path / "a.json"
-    words = "attention --lengths 64 128 --engines sdpa echo flex compiled --rounds 1 --memory none"
-    try:
-        run(*words.split(), "--out", str(out), "--plugin", str(plugin))
-        asked = {"source": "normal", "length": 64, "name": "echo", "tolerance": 0.0, "causal": True}
-        assert run_in_subprocess("benchmarks.attention", **asked)["peak"] > 0
-    finally:
-        for table, name in plugins._loaded[str(plugin)].entries:
-            table.remove(name)
+@pytest.mark.usefixtures("_unload_plugins")
+def test_any_attention_backend_can_be_measured(tmp_path, capsys):
+    # The plug-in registers the backend "echo", which supports at most 99 keys.
+    plugin = PLUGIN_FOLDER / "one_of_each.py"
+    out = tmp_path / "a.json"
+    words = "attention --lengths 64 128 --backends sdpa echo flex compiled --rounds 1 --memory none"
+    run_bench(*words.split(), "--out", str(out), "--plugin", str(plugin))
+    # The subprocess that measures the memory loads the plug-in as well.
+    task = {"source": "normal", "length": 64, "name": "echo", "tolerance": 0.0, "causal": True}
+    assert run_in_subprocess("benchmarks.attention", **task)["peak"] > 0
+
     rows = load_bench_result(out).suites["attention"]
-    measured = [(row.case["engine"], row.case["tokens"]) for row in rows]
-    assert measured == [
-        *((name, 64) for name in ("plain", "sdpa", "echo", "compiled")),
-        *((name, 128) for name in ("plain", "sdpa", "compiled")),
-    ]
+    names_at_64 = [row.case["engine"] for row in rows if row.case["tokens"] == 64]
+    names_at_128 = [row.case["engine"] for row in rows if row.case["tokens"] == 128]
+    assert names_at_64 == ["plain", "sdpa", "echo", "compiled"]
+    assert names_at_128 == ["plain", "sdpa", "compiled"]
     assert all(row.measured["error"].value < 1e-5 for row in rows)
-    told = capsys.readouterr().err
-    assert "without echo: is for tests with at most 99 keys" in told
-    assert "without flex: FlexAttention has no backward on the CPU" in told
+    messages = capsys.readouterr().err
+    assert "without echo: " in messages
+    assert "without flex: " in messages
 
 
-def test_a_position_method_of_a_plugin_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv(plugins.PLUGIN_ENV_VAR, "")
-    monkeypatch.setattr(plugins, "_loaded", {})
-    plugin, out = Path(__file__).parents[1] / "plugins" / "kerple_log.py", tmp_path / "result.json"
+@pytest.mark.usefixtures("_unload_plugins")
+def test_position_method_of_a_plugin_can_be_measured(tmp_path):
+    plugin = PLUGIN_FOLDER / "kerple_log.py"
+    out = tmp_path / "result.json"
     words = "training evaluate --quick --methods kerple-log --preset tiny --lengths 64 --memory none --rounds 1"
-    try:
-        run(*words.split(), "--out", str(out), "--plugin", str(plugin))
-    finally:
-        for table, name in plugins._loaded[str(plugin)].entries:
-            table.unregister(name)
-    measured_models = {
-        suite: [row.case["model"] for row in rows] for suite, rows in load_bench_result(out).suites.items()
-    }
-    assert "kerple-log" in measured_models["training"]
-    assert "kerple-log" in measured_models["evaluate"]
+    run_bench(*words.split(), "--out", str(out), "--plugin", str(plugin))
+    suites = load_bench_result(out).suites
+    for suite in ("training", "evaluate"):
+        assert "kerple-log" in {row.case["model"] for row in suites[suite]}
 
 
-def test_work_is_counted_without_a_clock(tmp_path):
+def test_measuring_only_the_work_times_nothing(tmp_path):
     out = tmp_path / "w.json"
-    run("attention", "--lengths", "1024", "--measure", "work", "--out", str(out))
+    run_bench("attention", "--lengths", "1024", "--measure", "work", "--out", str(out))
     (row,) = load_bench_result(out).suites["attention"]
     assert not row.seconds
     assert 0 < row.measured["work needed"].value <= row.measured["work"].value <= 100
 
 
+# Memory is measured in four subprocesses, which take half a minute to start.
 @pytest.mark.parametrize("memory", ["none", pytest.param("all", marks=pytest.mark.slow)])
-def test_mpt_before_and_after_a_patch(memory, tmp_path):
-    """Memory is measured in four processes of their own, half a minute of starting: a slow test."""
+def test_patched_mpt_is_compared_with_the_original(memory, tmp_path):
+    pytest.importorskip("transformers")
     out = tmp_path / "p.json"
-    run(
-        *["patch", "--quick", "--preset", "tiny", "--lengths", "64", "--rounds", "2", "--memory", memory, "--out"],
-        str(out),
-    )
-    before, after, _ = rows = load_bench_result(out).suites["patch"]
-    names = ["mpt", "patched", "without attention"]
-    assert [row.case["model"] for row in rows] == names
-    assert all(len(row.seconds[work]) == 2 for row in rows for work in ("forward", "step"))
-    assert after.measured["same greedy tokens"].value == 32
+    words = "patch --quick --preset tiny --lengths 64 --rounds 2 --memory"
+    run_bench(*words.split(), memory, "--out", str(out))
+    rows = load_bench_result(out).suites["patch"]
+    assert [row.case["model"] for row in rows] == ["mpt", "patched", "without attention"]
+    mpt, patched, _ = rows
+    assert patched.measured["same greedy tokens"].value == 32
     for work in ("forward", "step"):
-        ratios = [a / b for a, b in zip(before.seconds[work], after.seconds[work], strict=True)]
-        assert after.measured[f"{work} speed to mpt"].value == pytest.approx(np.median(ratios))
-        assert (f"{work} peak" in after.measured) == (memory == "all")
+        assert all(len(row.seconds[work]) == 2 for row in rows)
+        ratios = [before / after for before, after in zip(mpt.seconds[work], patched.seconds[work], strict=True)]
+        assert patched.measured[f"{work} speed to mpt"].value == pytest.approx(statistics.median(ratios))
         if memory == "none":
-            continue
-        share = after.measured[f"{work} peak"].value / before.measured[f"{work} peak"].value
-        assert after.measured[f"{work} peak to mpt"].value == pytest.approx(share)
+            assert f"{work} peak" not in patched.measured
+        else:
+            peak_ratio = patched.measured[f"{work} peak"].value / mpt.measured[f"{work} peak"].value
+            assert patched.measured[f"{work} peak to mpt"].value == pytest.approx(peak_ratio)
 
 
-def test_training_and_evaluation_keep_their_ratios(tmp_path):
+def test_speed_ratios_agree_with_the_stored_times(tmp_path):
     out = tmp_path / "t.json"
     words = "training evaluate --quick --preset tiny --lengths 32 64 --rounds 1 --memory none --out"
-    run(*words.split(), str(out))
+    run_bench(*words.split(), str(out))
     suites = load_bench_result(out).suites
-    trained = {(row.case["model"], row.case["tokens"]): row for row in suites["training"]}
+
+    training_rows = {(row.case["model"], row.case["tokens"]): row for row in suites["training"]}
     for length in (32, 64):
-        ours, none = trained["alibi", length], trained["none", length]
-        expected = none.seconds["step"][0] / ours.seconds["step"][0]
-        assert ours.measured["speed to none"].value == pytest.approx(expected)
-        assert ours.measured["speed"].value == pytest.approx(2048 / ours.seconds["step"][0])
+        alibi = training_rows["alibi", length]
+        alibi_seconds = alibi.seconds["step"][0]
+        none_seconds = training_rows["none", length].seconds["step"][0]
+        assert alibi.measured["speed to none"].value == pytest.approx(none_seconds / alibi_seconds)
+        assert alibi.measured["speed"].value == pytest.approx(2048 / alibi_seconds)
+
     short, long = (row for row in suites["evaluate"] if row.case["model"] == "alibi")
-    kept = 100 * short.seconds["reading"][0] / long.seconds["reading"][0]
-    assert long.measured["of 32"].value == pytest.approx(kept)
+    percentage = 100 * short.seconds["reading"][0] / long.seconds["reading"][0]
+    assert long.measured["of 32"].value == pytest.approx(percentage)
     assert short.measured["of 32"].value == 100
 
 
-def test_decoding_by_context_weights_and_without_end(tmp_path):
+def test_decode_parts_are_measured(tmp_path):
+    out = tmp_path / "d.json"
     words = "decode --preset tiny --contexts 64 1024 --parts context weights endless --tokens 200 --rounds 2 --out"
-    run(*words.split(), str(tmp_path / "d.json"))
-    rows = load_bench_result(tmp_path / "d.json").suites["decode"]
-    context = {(row.case["cache"], row.case["context"]): row for row in rows if row.case["part"] == "context"}
-    assert set(context) == {(kind, at) for kind in ("full", "bounded") for at in (64, 1024)}
-    full = context["full", 1024]
+    run_bench(*words.split(), str(out))
+    rows = load_bench_result(out).suites["decode"]
+
+    context_rows = {(row.case["cache"], row.case["context"]): row for row in rows if row.case["part"] == "context"}
+    assert set(context_rows) == {("full", 64), ("full", 1024), ("bounded", 64), ("bounded", 1024)}
+    full = context_rows["full", 1024]
+    # One round generates 16 tokens.
     assert full.measured["time per token"].value == pytest.approx(1e3 * np.mean(full.seconds["turns"]) / 16)
+    # Keys and values of 2 layers, 1,024 tokens of width 64, 4 bytes each. The unit is MB (2**20 bytes).
     assert full.measured["cache"].value == pytest.approx(2 * 2 * 1024 * 64 * 4 / 2**20)
-    assert context["bounded", 1024].measured["cache to full"].value < 90
-    assert "error certificate" in context["bounded", 1024].note
+    assert context_rows["bounded", 1024].measured["cache to full"].value < 90
+    assert "error certificate" in context_rows["bounded", 1024].note
+
     assert [row.case["cache"] for row in rows if row.case["part"] == "weights"] == ["full", "bounded"]
     (endless,) = (row for row in rows if row.case["part"] == "endless")
     assert endless.measured["certificate"].value <= 1e-6
     assert len(endless.seconds["turns"]) == 10
 
 
-def test_greedy_tokens_are_those_of_mpt():
+def test_greedy_tokens_equal_those_of_mpt():
     pytest.importorskip("transformers")
     from benchmarks.decode import make_model
 
-    theirs, ours = peers.pair(make_model("tiny"), 200)
-    write = partial(peers.bounded_greedy, ours, 1e-6)
-    assert peers.same_greedy_tokens(theirs, write, 100) == peers.GREEDY
+    mpt, model = peers.make_model_pair(make_model("tiny"), 200)
+    generate = partial(peers.generate_with_bounded_cache, model, 1e-6)
+    assert peers.count_same_greedy_tokens(mpt, generate, 100) == peers.GREEDY_TOKENS
+    # With other weights, the model generates other tokens.
     with torch.no_grad():
-        ours.vocabulary.embedding.weight.mul_(-1)  # another model: the check can fail
-    assert peers.same_greedy_tokens(theirs, write, 100) < peers.GREEDY
+        model.vocabulary.embedding.weight.mul_(-1)
+    assert peers.count_same_greedy_tokens(mpt, generate, 100) < peers.GREEDY_TOKENS
 
 
-def test_prepare_is_measured(tmp_path):
-    run("prepare", "--quick", "--rounds", "1", "--out", str(tmp_path / "p.json"))
-    rows = load_bench_result(tmp_path / "p.json").suites["prepare"]
-    assert {"bpe 2048", "words", "bytes"} == {row.case["tokenizer"] for row in rows}
+def test_tokenizers_are_measured(tmp_path):
+    out = tmp_path / "p.json"
+    run_bench("prepare", "--quick", "--rounds", "1", "--out", str(out))
+    rows = load_bench_result(out).suites["prepare"]
+    assert {row.case["tokenizer"] for row in rows} == {"bpe 2048", "words", "bytes"}
     assert all(row.measured["speed"].value > 0 for row in rows)
 
 
-def test_a_run_is_recorded_as_its_model_computes(tmp_path):
-    """The recorded q, k and v of the first layer are the model's own, of the repeated validation text."""
-    folder = make_run(tmp_path)
-    config = load_config(folder / "config.json")
-    text = open_dataset(Path(config.data.folder or "")).split("valid")
-    length = len(text) + 50
-    told = inputs.record(*inputs.recordable(folder, 0), length, tmp_path / "r.safetensors")
-    assert (told["layer"], told["heads"], told["dim"]) == (0, 4, 8)
-    found = load_file(tmp_path / "r.safetensors")
-    model = load_model(folder)
+def test_recorded_inputs_equal_the_computation_of_the_model(tmp_path):
+    run = make_run(tmp_path)
+    text = open_run_dataset(run).split("valid")
+    length = len(text) + 50  # The text is repeated.
+    recorded_path = tmp_path / "r.safetensors"
+    target, layer_index = inputs.select_layer(run, 0)
+    description = inputs.record_inputs(target, layer_index, length, recorded_path)
+    assert (description["layer"], description["heads"], description["dim"]) == (0, 4, 8)
+
+    model = load_model(run)
     tokens = torch.from_numpy(np.concatenate([text, text])[:length].astype(np.int64))[None]
     with torch.no_grad():
         block = model.layers[0]
         qkv = block.attention.qkv(block.attention_norm(model.vocabulary.embed(tokens)))
+    # (batch, length, 3 * 4 heads * 8) -> three tensors of (batch, 4 heads, length, 8)
     expected = qkv.unflatten(-1, (12, 8)).transpose(1, 2).split(4, dim=1)
-    for name, exact in zip("qkv", expected, strict=True):
-        torch.testing.assert_close(found[name], exact, atol=1e-5, rtol=1e-5)
-    words = ("--inputs", str(folder), "--lengths", "64", "--engines", "windowed", "--rounds", "1", "--memory", "none")
-    run("attention", *words, "--out", str(tmp_path / "a.json"))
-    stored = load_bench_result(tmp_path / "a.json")
-    assert stored.settings["attention"]["recorded"]["layer"] == 1  # the middle one of two
-    assert {row.case["inputs"] for row in stored.suites["attention"]} == {"recorded"}
+    recorded = load_file(recorded_path)
+    for name, expected_tensor in zip(("q", "k", "v"), expected, strict=True):
+        torch.testing.assert_close(recorded[name], expected_tensor, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_is_measured_with_inputs_of_a_run(tmp_path):
+    run = make_run(tmp_path)
+    out = tmp_path / "a.json"
+    words = "attention --lengths 64 --backends windowed --rounds 1 --memory none"
+    run_bench(*words.split(), "--inputs", str(run), "--out", str(out))
+    result = load_bench_result(out)
+    # The model has two layers. The middle one has the index 1.
+    assert result.settings["attention"]["recorded"]["layer"] == 1
+    assert {row.case["inputs"] for row in result.suites["attention"]} == {"recorded"}
 
 
 @pytest.mark.parametrize("position", ["alibi", "fox"])
-def test_what_a_trained_run_keeps_of_its_text(position, tmp_path):
-    """At tolerance 0 everything; else fewer keys, under a certificate. A text that is shorter is read to its end."""
-    folder = make_run(tmp_path, position=position)
+def test_bounded_cache_of_a_trained_run_is_measured(position, tmp_path):
+    run = make_run(tmp_path, position=position)
+    dataset = open_run_dataset(run)
+    # Splits that are shorter than the context are read to their end.
+    expected_cases = set()
+    for split in dataset.meta.splits:
+        for context in (512, 100_000):
+            expected_cases.add((split, min(context, len(dataset.split(split)))))
+
     shares = {}
     for tolerance in ("0", "0.01"):
         out = tmp_path / f"{tolerance}.json"
-        words = ("--parts", "trained", "--run", str(folder), "--contexts", "512", "100000", "--tolerance", tolerance)
-        run("decode", *words, "--out", str(out))
+        words = "decode --parts trained --contexts 512 100000"
+        run_bench(*words.split(), "--run", str(run), "--tolerance", tolerance, "--out", str(out))
         rows = load_bench_result(out).suites["decode"]
-        text = open_dataset(Path(load_config(folder / "config.json").data.folder or ""))
-        counts = {name: len(text.split(name)) for name in text.meta.splits}
-        assert {(row.case["split"], row.case["context"]) for row in rows} == {
-            (name, min(context, counts[name])) for name in counts for context in (512, 100_000)
-        }
+        assert {(row.case["split"], row.case["context"]) for row in rows} == expected_cases
         assert all(row.measured["certificate"].value <= float(tolerance) for row in rows)
         shares[tolerance] = [row.measured["keys kept"].value for row in rows]
     assert set(shares["0"]) == {100}
     assert all(share < 100 for share in shares["0.01"])
 
 
-def test_mistakes_are_explained(tmp_path, capsys):
-    short = tmp_path / "short.safetensors"
-    save_file({name: torch.randn(1, 2, 30, 8) for name in "qkv"}, short)
-    cut = tmp_path / "cut.safetensors"
-    cut.write_bytes(short.read_bytes()[:40])
-    sinusoidal = make_run(tmp_path, "other", "sinusoidal")
-    trained = make_run(tmp_path)
-    taken = tmp_path / "taken.json"
-    taken.write_text("{}")
-    for words, message in (
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
         ("atention", r"Unknown suite 'atention'\. Did you mean 'attention'\? Known: attention, training"),
-        (
-            "decode --lengths 64",
-            r"--lengths concerns attention, training, evaluate and patch, and only decode was chosen",
-        ),
-        ("attention training --tokens 5", r"--tokens concerns decode, and only attention and training was chosen"),
+        ("decode,attentoin", r"Unknown suite 'attentoin'"),
+        ("decode --lengths 64", r"--lengths .*attention, training, evaluate and patch.* only decode was chosen"),
+        ("attention training --tokens 5", r"--tokens .*decode.* only attention and training was chosen"),
         ("attention --rounds 0", r"--rounds must be at least 1, got 0"),
-        ("attention --tolerance 1", r"--tolerance is a share of softmax mass"),
-        (
-            "attention --engines window",
-            r"--engines knows no 'window'\. Did you mean 'windowed'\?.* x-transformers, .*sdpa",
-        ),
-        ("decode --parts trained", r"--parts trained reads a run's own text with its trained model; give --run RUN"),
-        ("decode --run nowhere", r"There is no run at 'nowhere'"),
-        ("decode --parts contexts", r"--parts knows no 'contexts'\. Did you mean 'context'"),
-        ("attention --memory some", r"--memory knows no 'some'"),
-        ("attention --measure wrok", r"--measure knows no 'wrok'\. Did you mean 'work'"),
+        ("attention --tolerance 1", r"--tolerance must be .*less than 1"),
+        ("attention --backends window", r"'window' of --backends.* Did you mean 'windowed'\?.* x-transformers, .*sdpa"),
+        ("attention --memory some", r"'some' of --memory"),
+        ("attention --measure wrok", r"'wrok' of --measure\. Did you mean 'work'"),
+        ("attention --measure work --sides both", r"--measure work requires causal attention"),
+        ("attention --layer 1", r"--layer .*--inputs RUN"),
+        ("attention --inputs nowhere", r"Invalid --inputs: nowhere does not exist"),
+        ("attention --baseline nowhere.json", r"There is no benchmark result at nowhere\.json"),
+        ("attention --quick --out /proc/foo/a.json", r"/proc/foo"),
+        ("decode --parts trained", r"--parts trained .*--run RUN"),
+        ("decode --parts contexts", r"'contexts' of --parts\. Did you mean 'context'"),
+        ("decode --run nowhere", r"'?nowhere'?"),
+        ("evaluate --lengths 64 100", r"--lengths: .*evaluate.* must divide the longest length"),
+        ("evaluate --run nowhere", r"'?nowhere'?"),
         ("training --preset smal", r"Unknown preset 'smal'\. Did you mean 'small'"),
         ("training --methods alibbi", r"Unknown position method 'alibbi'\. Did you mean 'alibi'"),
-        ("evaluate --lengths 64 100", r"--lengths of evaluate must divide the longest"),
-        ("evaluate --run nowhere", r"There is no run at 'nowhere'"),
-        ("attention --layer 1", r"--layer chooses what is recorded from a run; give --inputs RUN"),
-        ("attention --inputs nowhere", r"--inputs is normal, scaled, .* there is no nowhere"),
-        (f"attention --lengths 31 --inputs {short}", r"holds 30 tokens; asked for 31\. Give shorter --lengths"),
-        (f"attention --lengths 31 --inputs {cut}", r"cut\.safetensors is not a whole safetensors file"),
-        (
-            f"attention --lengths 31 --inputs {sinusoidal}",
-            r"has sinusoidal positions; attention is measured with ALiBi",
-        ),
-        (f"attention --inputs {trained} --layer 99", r"--layer 99 is not in .*, whose layers are 0 to 1"),
-        ("decode,attentoin", r"Unknown suite 'attentoin'"),
         ("training --lengths 128,long", r"Invalid --lengths: expected an integer, got 'long'"),
         ("prepare --vocabularies 3", r"--vocabularies must be at least 257, got 3"),
-        ("attention --against nowhere.json", r"There is no benchmark result at nowhere\.json"),
-        ("attention --quick --out /proc/foo/a.json", r"The folder /proc/foo cannot be made"),
-        (f"attention --out {taken}", r"taken\.json already exists, and results are kept"),
-    ):
-        assert re.search(message, " ".join(fails(capsys, *words.split()).split())), words
+    ],
+)
+def test_invalid_option_is_rejected(words, message, capsys):
+    assert re.search(message, run_failing_bench(capsys, *words.split()))
 
 
-def test_plans_take_the_options_that_concern_them():
-    plans = choose((), True, {"rounds": 7, "contexts": (5,), "lengths": None, "engines": ()})
-    assert list(plans) == list(FULL)
-    assert all(getattr(plan, "rounds") == 7 for plan in plans.values())  # noqa: B009
+def test_invalid_input_file_is_rejected(tmp_path, capsys):
+    short = tmp_path / "short.safetensors"
+    save_file({name: torch.randn(1, 2, 30, 8) for name in ("q", "k", "v")}, short)
+    truncated = tmp_path / "truncated.safetensors"
+    truncated.write_bytes(short.read_bytes()[:40])
+    error = run_failing_bench(capsys, "attention", "--lengths", "31", "--inputs", str(short))
+    assert re.search(r"holds 30 tokens, but 31 are required\..*--lengths", error)
+    error = run_failing_bench(capsys, "attention", "--lengths", "31", "--inputs", str(truncated))
+    assert "truncated.safetensors is not a valid safetensors file" in error
+
+
+def test_unsuitable_run_is_rejected(tmp_path, capsys):
+    sinusoidal_run = make_run(tmp_path, "other", "sinusoidal")
+    alibi_run = make_run(tmp_path)
+    error = run_failing_bench(capsys, "attention", "--inputs", str(sinusoidal_run))
+    assert "the run has sinusoidal positions" in error
+    error = run_failing_bench(capsys, "attention", "--inputs", str(alibi_run), "--layer", "99")
+    assert re.search(r"--layer 99 is not in .*, whose layers are 0 to 1", error)
+
+
+def test_existing_result_is_not_overwritten(tmp_path, capsys):
+    path = tmp_path / "taken.json"
+    path.write_text("{}")
+    error = run_failing_bench(capsys, "attention", "--out", str(path))
+    assert "taken.json already exists" in error
+    assert path.read_text() == "{}"
+
+
+def test_options_change_only_the_plans_that_have_them():
+    options = {"rounds": 7, "contexts": (5,), "lengths": None, "backends": ()}
+    plans = choose_plans((), True, options)
+    assert list(plans) == list(FULL_PLANS)
+    assert all(plan.rounds == 7 for plan in plans.values())
     assert isinstance(plans["decode"], DecodePlan)
     assert plans["decode"].contexts == (5,)
+    # None and an empty tuple change nothing.
     assert isinstance(plans["attention"], AttentionPlan)
-    assert plans["attention"].lengths == QUICK["attention"].lengths  # pyright: ignore
-    assert {AttentionPlan().tolerance, DecodePlan().tolerance} == {TOLERANCE}
-    assert choose(("attention",), False, {})["attention"] == AttentionPlan()
+    assert plans["attention"].lengths == QUICK_PLANS["attention"].lengths  # pyright: ignore
+    assert plans["attention"].backends == ()
+
+
+def test_plans_without_options_are_the_defaults():
+    assert choose_plans(("attention",), False, {})["attention"] == AttentionPlan()
+    assert AttentionPlan().tolerance == TOLERANCE
+    assert DecodePlan().tolerance == TOLERANCE
     with pytest.raises(InputError, match="Unknown suite"):
-        choose(("x",), False, {})
+        choose_plans(("x",), False, {})
 
 
-def test_contestants_take_turns():
+def test_functions_are_timed_once_per_round():
     calls: list[str] = []
-    timings = time_interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, 2, 1, Progress().round)
+    functions = {"a": partial(calls.append, "a"), "b": partial(calls.append, "b")}
+    timings = time_interleaved(functions, rounds=2, warmup=1, on_round=Progress().report_round)
     assert "".join(calls) == "ab" + "abab"
-    assert [len(one.seconds) for one in timings.values()] == [2, 2]
+    assert [len(timing.seconds) for timing in timings.values()] == [2, 2]
 
 
-def test_the_median_and_its_spread():
-    one = median_of([1, 2, 3, 4, 100], "ms", "lower")
-    assert (one.value, one.spread) == (3, pytest.approx((52 - 1.5) / 2 / 3))
+def test_spread_of_the_median():
+    measure = median_of([1, 2, 3, 4, 100], "ms", "lower")
+    assert measure.value == 3
+    assert measure.spread == pytest.approx((52 - 1.5) / 2 / 3)
     assert median_of([5.0], "ms", "lower").spread is None
     assert median_of([1.0, 3.0], "ms", "lower").spread == pytest.approx(0.5)
 
 
-def test_results_alone_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"--results is compared with another file; give it by --against"):
+def test_results_without_a_baseline_are_rejected(tmp_path):
+    with pytest.raises(InputError, match=r"--results requires .*--baseline"):
         Bench(results=tmp_path / "x.json").run()

@@ -1,11 +1,11 @@
-"""Two results side by side: a slowdown is marked, noise is not, and files that are none are told."""
+"""Tests of the comparison of two benchmark results."""
 
 import json
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.compare import compare
-from trainshort.cli.main import main
 from trainshort.utils.bench_results import (
     BENCH_FORMAT,
     BenchResult,
@@ -16,110 +16,134 @@ from trainshort.utils.bench_results import (
 )
 from trainshort.utils.io import write_with_checksum
 
-MADE = {
+PROVENANCE = {
     "time": "2030-01-01T00:00:00+00:00",
     "machine": {"cpu": "a processor", "cores": 2, "system": "Linux"},
     "threads": 2,
 }
 
 
-def row(engine: str, ms: float, speed: float = 10.0, peak: float = 100.0, spread: float = 0.03) -> Measurement:
+def make_row(
+    implementation: str, milliseconds: float, speed: float = 10.0, peak: float = 100.0, spread: float = 0.03
+) -> Measurement:
+    """Return a measurement at 1,024 tokens. The peak memory has no spread, because it is measured once."""
     return Measurement(
-        case={"engine": engine, "tokens": 1024},
+        case={"engine": implementation, "tokens": 1024},
         measured={
-            "forward": Measure(value=ms, unit="ms", spread=spread, better="lower"),
+            "forward": Measure(value=milliseconds, unit="ms", spread=spread, better="lower"),
             "speed": Measure(value=speed, unit="tokens/s", spread=spread, better="higher"),
             "peak": Measure(value=peak, unit="MB", better="lower"),
         },
     )
 
 
-def bench(*rows: Measurement, suite: str = "attention", **changes) -> BenchResult:
-    values = {"made": MADE, "settings": {"attention": {"tolerance": 1e-6, "lengths": [1024]}}, "finished": True}
-    return BenchResult(**{**values, **changes}, suites={suite: rows})
+def make_result(*rows: Measurement, **changes) -> BenchResult:
+    """Return a finished result of the attention benchmark. `changes` replaces fields of the result."""
+    values = {"made": PROVENANCE, "settings": {"attention": {"tolerance": 1e-6, "lengths": [1024]}}, "finished": True}
+    return BenchResult(**{**values, **changes}, suites={"attention": rows})
 
 
-def test_a_slowdown_is_marked_and_noise_is_not():
-    old = bench(row("windowed", 10.0), row("plain", 20.0))
-    new = bench(row("windowed", 12.0, speed=13.0, peak=101.0), row("plain", 20.9, peak=90.0))
-    found = {(one.case, one.name): one for one in compare(old, new).changes}
-    slower = found["windowed, 1,024 tokens", "forward"]
-    assert (slower.verdict, slower.relative) == ("worse", pytest.approx(0.2))
-    assert found["windowed, 1,024 tokens", "speed"].verdict == "better"
-    assert found["windowed, 1,024 tokens", "peak"].verdict == ""
-    assert found["plain, 1,024 tokens", "forward"].verdict == ""  # 4.5 % apart, with spreads of 3 % each
-    assert found["plain, 1,024 tokens", "peak"].verdict == "better"
-    assert compare(old, new).summary == "2 better, 1 worse by more than their spreads; 3 within them."
+def run_bench(*words: str) -> int:
+    """Run `trainshort bench` and return its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(words))
+    return int(caught.value.code or 0)
+
+
+def test_only_changes_beyond_the_spreads_get_a_verdict():
+    old = make_result(make_row("windowed", 10.0), make_row("plain", 20.0))
+    new = make_result(make_row("windowed", 12.0, speed=13.0, peak=101.0), make_row("plain", 20.9, peak=90.0))
+    comparison = compare(old, new)
+    differences = {(difference.case, difference.name): difference for difference in comparison.differences}
+    slower = differences["windowed, 1,024 tokens", "forward"]
+    assert slower.verdict == "worse"
+    assert slower.relative_change == pytest.approx(0.2)
+    assert differences["windowed, 1,024 tokens", "speed"].verdict == "better"
+    assert differences["windowed, 1,024 tokens", "peak"].verdict == ""
+    # The change is 4.5 %, and the two spreads are 3 % each.
+    assert differences["plain, 1,024 tokens", "forward"].verdict == ""
+    assert differences["plain, 1,024 tokens", "peak"].verdict == "better"
+    assert comparison.summary == "2 better, 1 worse by more than their spreads; 3 within them."
     assert compare(old, old).summary == "0 better, 0 worse by more than their spreads; 6 within them."
 
 
-def test_what_only_one_side_has_is_named():
-    result = compare(bench(row("squares", 1.0), row("plain", 2.0)), bench(row("windowed", 1.0), row("plain", 2.0)))
-    assert result.only_old == ("attention: squares, 1,024 tokens",)
-    assert result.only_new == ("attention: windowed, 1,024 tokens",)
-    assert {one.case for one in result.changes} == {"plain, 1,024 tokens"}
-    assert not result.warnings
+def test_cases_of_only_one_result_are_listed():
+    old = make_result(make_row("squares", 1.0), make_row("plain", 2.0))
+    new = make_result(make_row("windowed", 1.0), make_row("plain", 2.0))
+    comparison = compare(old, new)
+    assert comparison.only_old == ("attention: squares, 1,024 tokens",)
+    assert comparison.only_new == ("attention: windowed, 1,024 tokens",)
+    assert {difference.case for difference in comparison.differences} == {"plain, 1,024 tokens"}
+    assert not comparison.warnings
 
 
-def test_another_machine_or_setting_warns():
-    old = bench(row("plain", 1.0))
-    new = bench(
-        row("plain", 1.0),
-        made={**MADE, "threads": 1},
+def test_different_machine_or_setting_causes_a_warning():
+    old = make_result(make_row("plain", 1.0))
+    new = make_result(
+        make_row("plain", 1.0),
+        made={**PROVENANCE, "threads": 1},
+        # Different lengths cause no warning, because they only choose the cases.
         settings={"attention": {"tolerance": 1e-4, "lengths": [1024, 4096]}},
         finished=False,
     )
-    assert compare(old, new).warnings == (
-        "Measured on different machines: a processor, 2 cores, 2 threads then, a processor, 2 cores, 1 thread now; "
-        "compare ratios only.",
-        "Measured with other settings: attention.tolerance 1e-06 then, 0.0001 now.",
-        "The new result is of a run that was stopped before its end.",
-    )
+    machine_warning, settings_warning, incomplete_warning = compare(old, new).warnings
+    assert "a processor, 2 cores, 2 threads then, a processor, 2 cores, 1 thread now" in machine_warning
+    assert "attention.tolerance 1e-06 then, 0.0001 now." in settings_warning
+    assert "lengths" not in settings_warning
+    assert "new result is incomplete" in incomplete_warning
 
 
-def test_stored_files_are_compared_without_measuring(tmp_path, capsys):
-    save_bench_result(bench(row("windowed", 10.0)), tmp_path / "old.json")
-    save_bench_result(bench(row("windowed", 15.0), made={**MADE, "threads": 1}), tmp_path / "new.json")
-    assert load_bench_result(tmp_path / "old.json") == bench(row("windowed", 10.0))
-    words = ["bench", "--against", str(tmp_path / "old.json"), "--results", str(tmp_path / "new.json")]
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    told = capsys.readouterr()
-    assert ended.value.code == 0
-    assert "+50.0 %" in told.out
-    assert "worse" in told.out
-    assert "trainshort: Measured on different machines" in told.err
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "--rounds", "3", "--quick"])
-    assert ended.value.code == 2
-    assert "measures nothing; leave out rounds, quick" in capsys.readouterr().err
+def test_renamed_setting_of_older_results_causes_no_warning():
+    old = make_result(make_row("plain", 1.0), settings={"attention": {"engines": []}})
+    new = make_result(make_row("plain", 1.0), settings={"attention": {"backends": ["windowed"]}})
+    assert not compare(old, new).warnings
+
+
+def test_stored_results_are_compared_without_measuring(tmp_path, capsys):
+    old_path = tmp_path / "old.json"
+    new_path = tmp_path / "new.json"
+    save_bench_result(make_result(make_row("windowed", 10.0)), old_path)
+    save_bench_result(make_result(make_row("windowed", 15.0), made={**PROVENANCE, "threads": 1}), new_path)
+    assert load_bench_result(old_path) == make_result(make_row("windowed", 10.0))
+
+    words = ["--baseline", str(old_path), "--results", str(new_path)]
+    assert run_bench(*words) == 0
+    output = capsys.readouterr()
+    assert "+50.0 %" in output.out
+    assert "worse" in output.out
+    assert "trainshort: Measured on different machines" in output.err
+
+    # Options of a measurement are rejected.
+    assert run_bench(*words, "--rounds", "3", "--quick") == 2
+    assert "rounds, quick" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "message", "update_checksum"),
     [
-        (lambda text: text[:100], "it is not readable JSON"),
-        (lambda text: '{"format": 1, "entries": {}}\n', "is not a result of `trainshort bench`"),
-        (lambda text: "[1]", "it holds a JSON list, and an object was expected"),
-        (
-            lambda text: text.replace(f'"format": {BENCH_FORMAT}', '"format": 9'),
-            f"of format 9; this version reads {BENCH_FORMAT}",
-        ),
-        (lambda text: text.replace('"value": 10.0', '"value": "ten"', 1), "is a damaged benchmark result"),
-        (lambda text: text.replace('"value": 10.0', '"value": NaN', 1), "is a damaged benchmark result"),
-        (lambda text: text.replace('"value": 10.0', '"value": 9.0', 1), "was changed after it was written"),
-        (None, "There is no benchmark result at"),
+        (lambda text: text[:100], "JSON", False),
+        (lambda text: '{"format": 1, "entries": {}}\n', "is not a result of `trainshort bench`", True),
+        (lambda text: "[1]", "expected a JSON object", False),
+        (lambda text: text.replace(f'"format": {BENCH_FORMAT}', '"format": 9'), "got 9", True),
+        (lambda text: text.replace('"value": 10.0', '"value": "ten"', 1), "is a damaged benchmark result", True),
+        (lambda text: text.replace('"value": 10.0', '"value": NaN', 1), "is a damaged benchmark result", True),
+        (lambda text: text.replace('"value": 10.0', '"value": 9.0', 1), "hecksum", False),
     ],
 )
-def test_a_file_that_is_none_is_told(tmp_path, capsys, change, message):
+def test_invalid_baseline_is_rejected(tmp_path, capsys, change, message, update_checksum):
     path = tmp_path / "old.json"
-    save_bench_result(bench(row("windowed", 10.0)), path)
-    text = path.read_text()
-    assert json.loads(text)["format"] == BENCH_FORMAT
-    path.write_text(change(text)) if change else path.unlink()
-    if change and "changed" not in message and path.read_text().endswith("}\n"):
+    save_bench_result(make_result(make_row("windowed", 10.0)), path)
+    path.write_text(change(path.read_text()))
+    if update_checksum:
         write_with_checksum(path, json.loads(path.read_text()))
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "--against", str(path)])
-    assert ended.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert run_bench("--baseline", str(path)) == 2
+    # The message may be wrapped into several lines.
+    error_text = " ".join(capsys.readouterr().err.split())
+    assert str(path) in error_text
+    assert message in error_text
+
+
+def test_missing_baseline_is_rejected(tmp_path, capsys):
+    path = tmp_path / "old.json"
+    assert run_bench("--baseline", str(path)) == 2
+    assert "There is no benchmark result at" in capsys.readouterr().err

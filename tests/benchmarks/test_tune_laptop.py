@@ -1,86 +1,102 @@
-"""The search: the same trials for every method, resumable, and its choice is what the recipe is."""
+"""Tests of `trainshort tune`: fair trials, continuing a search, failed trials, and the stored result."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from benchmarks import tune_laptop as tune
+from benchmarks import tune_laptop
 from benchmarks.update_docs import RESULTS
 from trainshort.cli.main import run_command
+from trainshort.config.run_config import RunConfig
 from trainshort.errors import InputError
 from trainshort.experiments.scales import TUNED_RECIPES, Variant
 from trainshort.train.run_folder import RunFolder
 from trainshort.utils.io import read_with_checksum
 
 
-def test_every_method_has_the_same_trials_with_equally_many_tokens():
-    made = tune.trials()
-    ways = {method: [trial.way for trial in made if trial.method == method] for method in tune.METHODS}
-    assert all(one == list(tune.GRID) for one in ways.values())
-    assert len({one.config.train.steps * one.config.train.batch * one.config.train.length for one in made}) == 1
-    runs = {method: {one.name for one in made if one.method == method} for method in tune.METHODS}
-    assert all(len(one) == len(tune.GRID) for one in runs.values())
+def test_all_methods_have_the_same_trials_with_equally_many_tokens():
+    trials = tune_laptop.make_trials()
+    token_counts = set()
+    for trial in trials:
+        train_config = trial.config.train
+        token_counts.add(train_config.steps * train_config.batch * train_config.length)
+    assert len(token_counts) == 1
+    for method in tune_laptop.METHODS:
+        method_trials = [trial for trial in trials if trial.method == method]
+        assert [trial.settings_name for trial in method_trials] == list(tune_laptop.GRID)
+        # Each trial has its own run folder.
+        assert len({trial.name for trial in method_trials}) == len(tune_laptop.GRID)
 
 
 @pytest.fixture
-def small(tiny_run):
-    """Two trials of a few updates of a tiny model."""
-    base = tune.Trial("alibi", "first", tiny_run)
-    return [base, replace(base, way="second", config=tiny_run.replace(optim={"lr": 1e-4}))]
-
-
-@pytest.fixture
-def tiny_run(tmp_path):
+def tiny_config(tmp_path) -> RunConfig:
     from tiny_experiments import tiny_scale
 
     return tiny_scale(tmp_path).make_config(Variant("wikitext103", "alibi", 512))
 
 
-def test_a_search_that_was_stopped_goes_on(small, tmp_path):
-    told: list[str] = []
-    path = tune.tune(small[:1], tmp_path / "tune", told.append)
-    first = (tmp_path / "tune" / small[0].name / "metrics.jsonl").stat().st_mtime_ns
-    tune.tune(small, tmp_path / "tune", told.append)
-    assert (tmp_path / "tune" / small[0].name / "metrics.jsonl").stat().st_mtime_ns == first
+@pytest.fixture
+def tiny_trials(tiny_config) -> list[tune_laptop.Trial]:
+    """Return two trials of a tiny model with a few training steps and different learning rates."""
+    first_trial = tune_laptop.Trial("alibi", "first", tiny_config)
+    second_config = tiny_config.replace(optim={"lr": 1e-4})
+    return [first_trial, replace(first_trial, settings_name="second", config=second_config)]
+
+
+def test_interrupted_search_is_continued(tiny_trials, tmp_path):
+    root = tmp_path / "tune"
+    lines: list[str] = []
+    path = tune_laptop.run_trials(tiny_trials[:1], root, lines.append)
+    first_metrics = root / tiny_trials[0].name / "metrics.jsonl"
+    modified_at = first_metrics.stat().st_mtime_ns
+
+    tune_laptop.run_trials(tiny_trials, root, lines.append)
+    assert first_metrics.stat().st_mtime_ns == modified_at  # The first trial was not trained again.
     values = read_with_checksum(path)
-    assert (values["tried"], values["planned"], len(told)) == (2, 2, 3)
-    losses = {one["way"]: one["nll"] / one["count"] for one in values["results"]}
+    assert values["tried"] == 2
+    assert values["planned"] == 2
+    assert len(lines) == 3
+    losses = {result["way"]: result["nll"] / result["count"] for result in values["results"]}
     assert values["best"] == {"alibi": min(losses, key=losses.__getitem__)}
-    assert told[-1] == f"2 of 2: alibi, second: {math.exp(losses['second']):.2f}"
+    assert lines[-1] == f"2 of 2: alibi, second: {math.exp(losses['second']):.2f}"
 
 
-def test_a_trial_that_diverges_is_a_result(small, tmp_path, monkeypatch):
-    wild = replace(small[0], config=small[0].config.replace(optim={"lr": 1e30, "max_grad_norm": 0.0, "warmup": 0}))
-    told: list[str] = []
-    tune.tune([wild], tmp_path / "tune", told.append)
-    assert "not finite" in told[0] or "is nan" in told[0] or "is inf" in told[0]
-    stored = read_with_checksum(tmp_path / "tune" / tune.FILE)
-    assert stored["results"] == []
-    assert list(stored["failed"]) == [wild.name]
-    tune.tune([wild], tmp_path / "tune", told.append)
-    assert told[1].endswith("failed before")
-    assert RunFolder(tmp_path / "tune" / wild.name).metrics.exists()
+def test_diverged_trial_is_stored_and_not_repeated(tiny_trials, tmp_path):
+    root = tmp_path / "tune"
+    diverging_config = tiny_trials[0].config.replace(optim={"lr": 1e30, "max_grad_norm": 0.0, "warmup": 0})
+    trial = replace(tiny_trials[0], config=diverging_config)
+    lines: list[str] = []
+    tune_laptop.run_trials([trial], root, lines.append)
+    assert any(reason in lines[0] for reason in ("not finite", "is nan", "is inf"))
+    values = read_with_checksum(root / tune_laptop.FILE)
+    assert values["results"] == []
+    assert list(values["failed"]) == [trial.name]
+
+    tune_laptop.run_trials([trial], root, lines.append)
+    assert lines[1].endswith("failed before")
+    assert RunFolder(root / trial.name).metrics.exists()
 
 
-def test_the_recipe_is_what_the_stored_search_chose():
-    stored = read_with_checksum(RESULTS / tune.FILE)
-    assert stored["tried"] == stored["planned"] == len(tune.trials())
-    assert stored["best"] == tune.best(stored["results"])
-    chosen = {method: tune.GRID[way] for method, way in stored["best"].items()}
-    own = {method: way if method in tune.WITH_TABLE else way.replace(position_lr=1.0) for method, way in chosen.items()}
-    assert own == TUNED_RECIPES
+def test_recipes_of_the_laptop_scale_are_the_best_of_the_stored_search():
+    values = read_with_checksum(RESULTS / tune_laptop.FILE)
+    assert values["tried"] == values["planned"] == len(tune_laptop.make_trials())
+    assert values["best"] == tune_laptop.choose_best(values["results"])
+    best_recipes = {}
+    for method, settings_name in values["best"].items():
+        best_recipes[method] = tune_laptop.recipe_for_method(tune_laptop.GRID[settings_name], method)
+    assert best_recipes == TUNED_RECIPES
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
-        ("--tokens 5", "--tokens is what a trial is trained on, at least 10000; got 5"),
+        ("--tokens 5", "--tokens must be at least 10000, got 5"),
         ("--methods alibbi", "Unknown position method 'alibbi'"),
         ("--methods ,", "--methods requires at least one value"),
         ("alibi", "Unexpected argument 'alibi'"),
     ],
 )
-def test_a_wrong_argument_is_refused_before_the_first_trial(words, message):
+def test_invalid_argument_is_rejected_before_the_first_trial(arguments, message):
     with pytest.raises(InputError, match=message):
-        run_command(tune.Tune, words.split())
+        run_command(tune_laptop.Tune, arguments.split())

@@ -1,4 +1,4 @@
-"""Tables of measurements in the documents are those of the stored results."""
+"""Tests that the tables of benchmark results in the documents equal the stored results."""
 
 from pathlib import Path
 
@@ -9,62 +9,66 @@ from trainshort.utils.bench_results import RATIO, Measure, Measurement
 
 
 @pytest.mark.parametrize("name", update_docs.DOCUMENTS)
-def test_the_tables_agree_with_the_stored_results(name: str):
+def test_documents_agree_with_the_stored_results(name: str):
     text = (update_docs.ROOT / name).read_text(encoding="utf-8")
     assert update_docs.REGION.search(text), f"{name} has no table of results"
     assert update_docs.update_regions(text) == text, "run: python -m benchmarks.update_docs"
 
 
-def test_a_changed_number_is_noticed():
-    text = (update_docs.ROOT / "docs/training.md").read_text(encoding="utf-8")
-    assert update_docs.update_regions(text.replace("tokens/s", "tokens/h")) == text
-    text = (update_docs.ROOT / "README.md").read_text(encoding="utf-8")
-    assert text != text.replace("-->0.12", "-->0.11")
-    assert update_docs.update_regions(text.replace("-->0.12", "-->0.11")) == text
+@pytest.mark.parametrize(
+    ("document", "stored_text", "changed_text"),
+    [("docs/training.md", "tokens/s", "tokens/h"), ("README.md", "-->0.12", "-->0.11")],
+)
+def test_changed_value_in_a_document_is_restored(document: str, stored_text: str, changed_text: str):
+    text = (update_docs.ROOT / document).read_text(encoding="utf-8")
+    changed_document = text.replace(stored_text, changed_text)
+    assert changed_document != text
+    assert update_docs.update_regions(changed_document) == text
 
 
-def test_an_unfinished_run_is_told():
-    bench = update_docs.load_bench_result(update_docs.RESULTS / "evaluate.json")
-    assert ("stopped before its end" in update_docs.origin(bench, "evaluate")) == (not bench.finished)
+@pytest.mark.parametrize("finished", [True, False])
+def test_origin_mentions_an_unfinished_run(finished: bool):
+    result = update_docs.load_stored_result("evaluate").model_copy(update={"finished": finished})
+    origin = update_docs.describe_origin(result, "evaluate")
+    assert ("stopped before its end" in origin) == (not finished)
 
 
-def test_a_result_that_is_not_stored_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_result_is_named_in_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(update_docs, "RESULTS", tmp_path)
     text = update_docs.update_regions("<!-- measured: clocks -->\n| old | 3 |\n<!-- end of measured -->\n")
     assert "| old" not in text
     assert "No such result is stored: `benchmarks/results/attention-clock.json`, " in text
 
 
-def test_the_field_to_alibi():
-    """Of two steps of 2 s and 2.5 s the second takes 1.25 times as long; speeds are stored."""
+def test_field_training_table_shows_times_relative_to_alibi():
+    speed = Measure(value=0.8, unit=RATIO, better="higher")
+    peak = Measure(value=1.0312, unit=RATIO, better="lower")
     rows = (
         Measurement(case={"model": "alibi", "tokens": 64}, measured={}),
         Measurement(
-            case={"model": "fox-alibi", "tokens": 64},
-            measured={
-                "speed to alibi": Measure(value=0.8, unit=RATIO, better="higher"),
-                "peak to alibi": Measure(value=1.0312, unit=RATIO, better="lower"),
-            },
+            case={"model": "fox-alibi", "tokens": 64}, measured={"speed to alibi": speed, "peak to alibi": peak}
         ),
     )
-    bench = update_docs.load_bench_result(update_docs.RESULTS / "training.json").model_copy(
-        update={"suites": {"training": rows}}
-    )
-    written = update_docs.field_training(bench).splitlines()
-    assert written[2:] == [f"| FoX, gates start at ALiBi's slopes | 64 | 1.250 {RATIO} | 1.031 {RATIO} |"]
+    result = update_docs.load_stored_result("training").model_copy(update={"suites": {"training": rows}})
+    lines = update_docs.field_training_table(result).splitlines()
+    # A speed of 0.8 times ALiBi's means that a step takes 1.25 times as long.
+    assert lines[2:] == [f"| FoX, gates start at ALiBi's slopes | 64 | 1.250 {RATIO} | 1.031 {RATIO} |"]
 
 
-def test_a_clock_to_its_slopes():
-    def row(engine: str, both: float) -> Measurement:
+def test_decay_bias_table_compares_with_the_same_slopes():
+    def make_row(implementation: str, value: float) -> Measurement:
         units = {"forward + backward": "ms", "to plain": RATIO, "both to plain": RATIO}
-        measured = {name: Measure(value=both, unit=unit, better="lower") for name, unit in units.items()}
-        return Measurement(case={"engine": engine, "tokens": 64}, measured=measured)
+        measured = {name: Measure(value=value, unit=unit, better="lower") for name, unit in units.items()}
+        return Measurement(case={"engine": implementation, "tokens": 64}, measured=measured)
 
-    bench = update_docs.load_bench_result(update_docs.RESULTS / "attention.json")
-    even = bench.model_copy(update={"suites": {"attention": (row("windowed", 2.0), row("clock", 2.1))}})
-    fox = bench.model_copy(update={"suites": {"attention": (row("plain", 9.0), row("windowed", 0.25))}})
-    lines = [line.split(" | ") for line in update_docs.clocks(even, fox, fox).splitlines()[2:]]
-    assert [line[2:] for line in lines] == [
-        [f"2.10 {RATIO}", f"2.10 {RATIO}", f"1.05 {RATIO} |"],
-        *[[f"0.25 {RATIO}", f"0.25 {RATIO}", " |"]] * 2,
-    ]
+    stored_result = update_docs.load_stored_result("attention")
+    slopes_rows = (make_row("windowed", 2.0), make_row("clock", 2.1))
+    slopes_result = stored_result.model_copy(update={"suites": {"attention": slopes_rows}})
+    fox_rows = (make_row("plain", 9.0), make_row("windowed", 0.25))
+    fox_result = stored_result.model_copy(update={"suites": {"attention": fox_rows}})
+
+    table_lines = update_docs.decay_bias_table(slopes_result, fox_result, fox_result).splitlines()
+    slopes_line, first_fox_line, second_fox_line = (line.split(" | ")[2:] for line in table_lines[2:])
+    assert slopes_line == [f"2.10 {RATIO}", f"2.10 {RATIO}", f"1.05 {RATIO} |"]
+    assert first_fox_line == [f"0.25 {RATIO}", f"0.25 {RATIO}", " |"]
+    assert second_fox_line == first_fox_line

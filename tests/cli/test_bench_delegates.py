@@ -26,7 +26,7 @@ def test_command_requires_a_source_checkout(command, tmp_path, monkeypatch, capf
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("command", "option"), [("bench", "--engines"), ("tune", "--tokens")])
+@pytest.mark.parametrize(("command", "option"), [("bench", "--backends"), ("tune", "--tokens")])
 def test_command_runs_the_program_of_the_checkout(command, option, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
     assert exit_code(command, "--help") == 0

@@ -49,7 +49,7 @@ def test_damage_is_found_before_a_weight_is_used(undisturbed_run, tmp_path, monk
     checkpoint_names = [folder.name for folder in checkpoint_files.list_checkpoints(undisturbed_run)]
     newest_name = checkpoint_names[-1]
     newest_checkpoint = undisturbed_run / "checkpoints" / newest_name
-    file_names = [*checkpoint_files.files_of(newest_checkpoint), checkpoint_files.MANIFEST]
+    file_names = [*checkpoint_files.list_files(newest_checkpoint), checkpoint_files.MANIFEST_FILE]
     for number in range(times):
         run = tmp_path / "run"
         shutil.copytree(undisturbed_run, run)
@@ -59,7 +59,7 @@ def test_damage_is_found_before_a_weight_is_used(undisturbed_run, tmp_path, monk
         description = damage(newest / file_name, rng)
 
         messages = []
-        assert checkpoint.latest(run, messages.append) == previous, (file_name, description)
+        assert checkpoint.latest_checkpoint(run, messages.append) == previous, (file_name, description)
         assert any(newest_name in message for message in messages), messages
         assert str(previous) in messages[-1]
         with pytest.raises(InputError, match=newest_name):
@@ -85,7 +85,7 @@ def test_run_resumes_from_the_previous_checkpoint(runner, undisturbed_result, un
         run = tmp_path / f"run-{number}"
         shutil.copytree(undisturbed_run, run)
         *_, previous, newest = checkpoint_files.list_checkpoints(run)
-        file_name = rng.choice(checkpoint_files.files_of(newest))
+        file_name = rng.choice(checkpoint_files.list_files(newest))
         damage = rng.choice([truncate, flip_bit])
         damage(newest / file_name, rng)
         # Lines of the output can be broken at spaces.
