@@ -281,18 +281,20 @@ def _relative_name(path: Path, root: Path | None) -> str:
 
 
 def _split_from_name(path: Path, root: Path | None) -> str | None:
-    """Return the split that a file name tells, or None.
+    """Return the split that the name of a file or of one of its folders contains, or None.
 
-    If the name of the file tells no split, the names of its folders below `root` are used.
+    Args:
+        path: The file.
+        root: The folder that the user named. Only the names of folders below `root` count.
 
     Example:
-        "wiki.valid.tokens" and "validation/part-1.txt" tell the split "valid".
+        The split of "wiki.valid.tokens" and of "validation/part-1.txt" is "valid".
     """
     folder_names = path.relative_to(root).parts[:-1] if root else ()
     for name in (path.stem, *reversed(folder_names)):
         match = _SPLIT_NAME.fullmatch(name)
         if match is not None:
-            return match.lastgroup
+            return match.lastgroup  # The groups of the pattern are named train, valid and test.
     return None
 
 
