@@ -89,8 +89,11 @@ class BatchStream:
         # The position of the first token that is predicted.
         self._first_target = 1 if self.drop_last else 0
         self._check_arguments()
-        full_blocks = (len(self.tokens) - 1) // self.length
-        self.blocks = full_blocks if self.drop_last else full_blocks + 1
+        num_targets = len(self.tokens) - self._first_target
+        if self.drop_last:
+            self.blocks = num_targets // self.length
+        else:
+            self.blocks = -(-num_targets // self.length)  # division that rounds up
         self._order = _shuffle_blocks(self.blocks, self.seed)
 
     def block_numbers(self, step: int) -> list[int]:
@@ -118,6 +121,7 @@ class BatchStream:
         inputs = rows[:, :-1].copy()
         targets = rows[:, 1:].copy()
         target_positions = starts[:, None] + np.arange(self.length)
+        # Positions after the end of the text are not part of the loss.
         targets[target_positions >= len(self.tokens)] = IGNORED
         if self.mask is not None:
             return self._mlm_batch(step, starts, targets)

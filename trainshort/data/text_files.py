@@ -119,7 +119,13 @@ class FileCorpus:
             cursor_in_file = None  # All later files are read from the start.
 
     def _read_file(self, file: TextFile, cursor: Any, errors: Errors) -> Iterator[Record]:
-        """Return one record for each document of a file, from a position on."""
+        """Return one record for each document of a file.
+
+        Args:
+            file: The file.
+            cursor: The position in the file after the last document that was read before, or None for the start.
+            errors: What happens to bytes that are not valid UTF-8.
+        """
         file_suffix = suffix(file.path)
         if file_suffix in TEXT_SUFFIXES:
             if file.kind == "whole":
@@ -234,10 +240,16 @@ def select_text_files(paths: list[Path], root: Path | None = None) -> tuple[list
 
 
 def _hidden_part(path: Path, root: Path | None) -> str | None:
-    """Return the hidden file or folder that a path leads through, or None. Hidden names start with a period.
+    """Return the first hidden folder of a path, or the file itself if only the file is hidden. Otherwise return None.
+
+    Names of hidden files and folders start with a period.
+
+    Args:
+        path: The path of a file or a folder.
+        root: The folder that the user named. Only names below `root` count. None checks only the last name of the path.
 
     Example:
-        The hidden part of "/texts/.git/logs/HEAD" below the root "/texts" is ".git".
+        For the path "/texts/.git/logs/HEAD" and the root "/texts", the result is ".git".
     """
     parts = path.relative_to(root).parts if root else (path.name,)
     for index, part in enumerate(parts):

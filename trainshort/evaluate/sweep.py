@@ -244,6 +244,7 @@ def _score_remaining(
     already_done = loss_file.done
     tokens_read_per_target = passes.read / passes.tokens
     description = f"length {passes.length:,}"
+    # The targets of an interrupted evaluation count as progress.
     meter.advance(already_done * tokens_read_per_target, description)
 
     peak_memory = PeakMemory(target.device)

@@ -122,7 +122,7 @@ def loss_increase_with_replaced_context(
     stride_1_losses: Float[np.ndarray, " samples"],
     num_kept_tokens: int,
 ) -> dict[str, Any] | None:
-    """Measure how much the losses of the sampled targets rise if most of their context is replaced by other text.
+    """Measure how much the losses of sampled targets rise if their distant context is replaced by other text.
 
     Args:
         context: The model and the text.
@@ -210,7 +210,10 @@ def _subtract_intervals(minuend: Interval | None, subtrahend: Interval | None) -
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Return the conclusion with its verdict: how much of the gain at the longest length has which cause.
+    """Return a sentence that says how much the loss falls at the longest length, and why.
+
+    The two possible causes are the longer context of each token, and fewer early tokens (tokens at the start of a
+    window, which have little context).
 
     Args:
         rows: The measurements of `run`, sorted by length.

@@ -162,9 +162,10 @@ def attention_weights(call: AttentionCall, rows: slice) -> Float[Tensor, "batch 
 
     Args:
         call: The queries, keys and bias of one layer.
-        rows: The queries.
+        rows: Which queries are computed. Each query is a row of the matrix of attention weights.
     """
     all_keys = slice(0, call.k.shape[2])
+    # With grouped-query attention, several query heads share a key head. The keys are repeated for each query head.
     k = call.k.repeat_interleave(call.heads_per_kv_head, dim=1).float()
     scores = call.q[:, :, rows].float() @ k.transpose(-1, -2) * call.softmax_scale
     bias = materialize_bias(call, rows, all_keys)
@@ -175,16 +176,20 @@ def attention_weights(call: AttentionCall, rows: slice) -> Float[Tensor, "batch 
 
 
 def mean_distance(mass: Float[Tensor, " distances"]) -> float:
-    """Return the mean distance, weighted with the attention mass at each distance."""
+    """Return the mean distance between queries and keys, weighted with the attention weights.
+
+    Args:
+        mass: The mean attention weight at each distance 0, 1, 2, ... of one head.
+    """
     distances = torch.arange(len(mass))
     return float((mass * distances).sum() / mass.sum())
 
 
 def window_for_share(mass: Float[Tensor, " distances"], share: float) -> int:
-    """Return the smallest window that contains a given share of the attention mass.
+    """Return the smallest window of nearest tokens that contains a given share of the attention weights.
 
     Args:
-        mass: The attention mass at each distance.
+        mass: The mean attention weight at each distance 0, 1, 2, ... of one head.
         share: The share, between 0 and 1.
 
     Returns:

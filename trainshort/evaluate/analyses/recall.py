@@ -76,6 +76,7 @@ def run(context: AnalysisContext) -> dict[str, Any]:
     the samples with the sequence.
     """
     distances = choose_distances(context)
+    # The model does not read the last token of a sample, because that token is only predicted.
     inputs_per_sample = sum(sample_length(context, distance) - 1 for distance in distances)
     num_scorings = 2 * len(RECALL_TASKS)  # with the sequence and with the control
     context.meter.start(num_scorings * context.samples * inputs_per_sample)
@@ -149,7 +150,10 @@ def make_samples(
 def _draw_sequences(
     context: AnalysisContext, task: Task, rng: np.random.Generator
 ) -> Int[np.ndarray, "samples tokens"]:
-    """Draw a sequence of a cue and a value for each sample: text for "copy", random tokens for "recall"."""
+    """Draw a sequence for each sample: a piece of the text for "copy", and random tokens for "recall".
+
+    The first half of a sequence is the cue that the model reads. The second half is the value that the model predicts.
+    """
     sequence_length = CUE + VALUE
     if task == "copy":
         starts = rng.integers(len(context.tokens) - sequence_length, size=context.samples)
