@@ -12,7 +12,7 @@ from trainshort.errors import InputError
 from trainshort.evaluate import sweep as sweep_module
 from trainshort.evaluate.sweep import (
     Sweep,
-    count_complete_passes,
+    count_complete_targets,
     make_duration_estimate,
     open_loss_file,
     score,
@@ -169,7 +169,7 @@ def test_killed_evaluation_resumes(tmp_path, monkeypatch):
 
 def test_incomplete_pass_is_removed_from_loss_file(tmp_path):
     passes = Passes(10, 4, 2)
-    assert [count_complete_passes(passes, done) for done in (0, 3, 4, 5, 6, 9, 10)] == [0, 0, 4, 4, 6, 8, 10]
+    assert [count_complete_targets(passes, done) for done in (0, 3, 4, 5, 6, 9, 10)] == [0, 0, 4, 4, 6, 8, 10]
     path = tmp_path / "losses.partial"
     with open_loss_file(path, passes) as loss_file:
         loss_file.append(np.arange(5, dtype=np.float32))

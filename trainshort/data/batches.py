@@ -89,8 +89,11 @@ class BatchStream:
         # The position of the first token that is predicted.
         self._first_target = 1 if self.drop_last else 0
         self._check_arguments()
-        full_blocks = (len(self.tokens) - 1) // self.length
-        self.blocks = full_blocks if self.drop_last else full_blocks + 1
+        num_targets = len(self.tokens) - self._first_target
+        if self.drop_last:
+            self.blocks = num_targets // self.length
+        else:
+            self.blocks = -(-num_targets // self.length)  # division that rounds up
         self._order = _shuffle_blocks(self.blocks, self.seed)
 
     def block_numbers(self, step: int) -> list[int]:
@@ -118,6 +121,7 @@ class BatchStream:
         inputs = rows[:, :-1].copy()
         targets = rows[:, 1:].copy()
         target_positions = starts[:, None] + np.arange(self.length)
+        # Positions after the end of the text are not part of the loss.
         targets[target_positions >= len(self.tokens)] = IGNORED
         if self.mask is not None:
             return self._mlm_batch(step, starts, targets)
@@ -143,8 +147,10 @@ class BatchStream:
             tokens: The tokens of the blocks. Positions after the end of the text contain `IGNORED`.
         """
         assert self.mask is not None
-        first_row = step * self.batch_size + self.rank * len(starts)
-        row_numbers = range(first_row, first_row + len(starts))
+        # Rows are numbered from the first row of the first training step. Each rank has the same number of rows.
+        rows_per_rank = len(starts)
+        first_row = step * self.batch_size + self.rank * rows_per_rank
+        row_numbers = range(first_row, first_row + rows_per_rank)
         is_padding = tokens == IGNORED
         is_masked = training_mask(self.seed, row_numbers, self.length) & ~is_padding
         padded_tokens = np.where(is_padding, self.bos, tokens)
@@ -156,8 +162,9 @@ class BatchStream:
             return Batch(inputs, targets, segment_ids)
         document_numbers = np.stack([self._document_numbers(start)[1:] for start in starts])
         padding_segments = document_numbers[:, -1:] + 1
-        first_segments = document_numbers[:, :1]
-        segment_ids = np.where(is_padding, padding_segments, document_numbers) - first_segments
+        segment_ids = np.where(is_padding, padding_segments, document_numbers)
+        # Numbers that start at 0 in each row fit into 32 bits.
+        segment_ids -= document_numbers[:, :1]
         return Batch(inputs, targets, segment_ids.astype(np.int32))
 
     def _read_row(self, start: int) -> Int64[np.ndarray, " positions"]:
@@ -175,24 +182,26 @@ class BatchStream:
         return row
 
     def _document_numbers(self, start: int) -> Int64[np.ndarray, " positions"]:
-        """Return the number of the document of each token that `_read_row` returns.
+        """Return to which document each token of a row belongs. Documents are numbered from 1.
 
-        For start 0, the first position has the number of the first document.
+        A row consists of the token before a block and the tokens of the block. If the block starts at position 0, no
+        token precedes the block, and the first entry is the number of the first document.
 
         Args:
             start: The position of the first token of the block.
 
         Example:
-            If documents begin at 0 and 4, the row of the block that starts at 3 has the tokens 2 3 4 5. Tokens 2 and 3
-            belong to the first document, and tokens 4 and 5 belong to the second document.
+            The documents begin at 0 and 4, and a block has 3 tokens. The row of the block that starts at 3 has the
+            tokens 2 3 4 5, and the result is 1 1 2 2.
         """
         assert self.documents is not None
         positions = np.maximum(np.arange(start - 1, start + self.length), 0)
-        # Only the part of the array that matters is searched, because the array is mapped from the disk.
-        first = int(np.searchsorted(self.documents, positions[0], side="right"))
-        last = int(np.searchsorted(self.documents, positions[-1], side="right"))
-        nearby_documents = np.asarray(self.documents[first:last])
-        return first + np.searchsorted(nearby_documents, positions, side="right")
+        # `searchsorted` returns how many documents begin at or before a position. The array of all documents is mapped
+        # from the disk, so all positions are searched only in the documents that begin inside the row.
+        first_number = int(np.searchsorted(self.documents, positions[0], side="right"))
+        last_number = int(np.searchsorted(self.documents, positions[-1], side="right"))
+        starts_in_row = np.asarray(self.documents[first_number:last_number])
+        return first_number + np.searchsorted(starts_in_row, positions, side="right")
 
     def _check_vocabulary(self, rows: Int64[np.ndarray, "batch tokens"], starts: Int64[np.ndarray, " batch"]) -> None:
         """Raise `InputError` if a token is not in the vocabulary.
@@ -258,6 +267,7 @@ def _import_grain() -> Any:
     absl_logger = logging.getLogger("absl")
 
     def is_relevant(record: logging.LogRecord) -> bool:
+        """Return whether a log message is shown. The message that jax is not installed is hidden."""
         return "jax profiler" not in record.getMessage()
 
     absl_logger.addFilter(is_relevant)

@@ -121,9 +121,10 @@ def _describe_state(paths: Sequence[Path]) -> str:
 
 
 def _wait_for_mtime_resolution(paths: Sequence[Path]) -> None:
-    """Wait until a later change of the files gets another time than their last change.
+    """Wait until the last change of the files is so long ago that a new change will get another time.
 
-    Without the wait, a change directly after the verification could have the same time and would not be noticed.
+    File systems store times with a limited resolution. Without the wait, a change directly after the verification could
+    get the same time as the last change, and would not be noticed.
     """
     newest_change = max((_stat(path).st_ctime_ns for path in paths), default=0) / 1e9
     age = time.time() - newest_change

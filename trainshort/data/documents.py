@@ -157,8 +157,9 @@ def group_into_articles(lines: Iterable[Record]) -> Iterator[Record]:
     article_lines: list[Record] = []
     characters = 0
     for line in lines:
-        follows_blank_line = bool(article_lines) and not article_lines[-1].text.strip()
-        starts_article = follows_blank_line and HEADING.fullmatch(line.text) is not None
+        follows_blank_line = len(article_lines) > 0 and not article_lines[-1].text.strip()
+        is_title = HEADING.fullmatch(line.text) is not None
+        starts_article = follows_blank_line and is_title
         # The blank line before a title belongs to the next article.
         complete_lines = article_lines[:-1] if follows_blank_line else article_lines
         if complete_lines and (starts_article or characters >= MAX_ARTICLE_CHARACTERS):

@@ -116,6 +116,7 @@ def encode(
         idle_processes.put(process)
 
     def encode_in_worker(chunk: Chunk) -> dict[str, EncodedChunk]:
+        """Encode a chunk in a process that is idle. If all processes are busy, wait for one of them."""
         process = idle_processes.get()
         try:
             return _request_encoding(process, chunk.documents)
@@ -144,6 +145,7 @@ def encode(
 
 def _start_worker(folder: Path) -> subprocess.Popen[bytes]:
     """Start a worker process that uses the tokenizer in a dataset folder."""
+    # The folder that contains the package `trainshort`. The worker must import the same package as this process.
     package_root = str(Path(__file__).parents[2])
     import_paths = [package_root]
     if os.environ.get("PYTHONPATH"):

@@ -94,15 +94,14 @@ class HubCorpus:
         """
         streams = self._load_streams()
         splits = list(streams)
-        characters_read = 0
         if cursor is None:
             first_split = splits[0]
-            state = None
+            state = None  # the state of the stream of the first split
             skipped_rows = 0
+            characters_read = 0
         else:
-            first_split, state, skipped_rows, *remaining_values = cursor
-            if remaining_values:
-                characters_read = remaining_values[0]
+            first_split, state, skipped_rows = cursor[:3]
+            characters_read = cursor[3] if len(cursor) > 3 else 0
 
         for split in splits[splits.index(first_split) :]:
             rows = _stream_rows(self.name, streams[split], state, skipped_rows)
@@ -269,14 +268,16 @@ class MixedCorpus:
             errors: What happens to bytes that are not valid UTF-8.
         """
         sizes = [size for _, size in self.parts]
-        positions = [_PartPosition() for _ in self.parts]
-        if cursor is not None:
+        if cursor is None:
+            positions = [_PartPosition() for _ in self.parts]
+        else:
             positions = [_PartPosition(*values) for values in cursor]
         streams = []
         for (corpus, _), position in zip(self.parts, positions, strict=True):
             streams.append(corpus.documents(position.cursor, errors))
 
         def fraction_read(index: int) -> float:
+            """Return how much of a part was read, as a share of the size of the part."""
             return positions[index].bytes_read / sizes[index]
 
         while True:

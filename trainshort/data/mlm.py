@@ -77,6 +77,7 @@ def evaluation_rounds(starts: Sequence[int], length: int) -> Int64[np.ndarray, "
         Numbers from 0 to `MASK_ROUNDS` - 1.
     """
     positions = np.array(starts, dtype=np.uint64)[:, None] + np.arange(length, dtype=np.uint64)
+    # The constants and shifts are those of splitmix64.
     hashes = (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

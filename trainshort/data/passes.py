@@ -84,11 +84,13 @@ class Passes:
             raise InputError("The text has no tokens. Use a longer text, or a larger --max-tokens.")
 
     def __len__(self) -> int:
+        """Return the number of passes."""
         tokens_after_first_pass = max(0, self.tokens - self.length)
         later_passes = -(-tokens_after_first_pass // self.stride)  # division that rounds up
         return 1 + later_passes
 
     def __getitem__(self, index: int) -> Pass:
+        """Return the pass with an index from 0 on. `IndexError` is raised if there is no such pass."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         if index == 0:
@@ -106,7 +108,11 @@ class Passes:
         return self.tokens + later_passes * overlap
 
     def at(self, target: int) -> int:
-        """Return the index of the pass that scores a target."""
+        """Return the index of the pass that scores a target.
+
+        Args:
+            target: The position of the target in the text.
+        """
         if target < self.length:
             return 0
         return 1 + (target - self.length) // self.stride

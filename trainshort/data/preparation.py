@@ -119,7 +119,8 @@ def prepare(
     corpus = find_corpus(config.corpus)
     prepare_progress = PrepareProgress(progress)
     shows_spinner = corpus.streamed and progress
-    with show_spinner(f"asking the hub for '{corpus.name}'" if shows_spinner else None):
+    spinner_text = f"asking the hub for '{corpus.name}'" if shows_spinner else None
+    with show_spinner(spinner_text):
         # The splits of a streamed corpus are requested from the hub. An error must occur before a folder is created.
         _ = corpus.splits
     if corpus.streamed:
@@ -264,9 +265,9 @@ def _files_of_preparation(folder: Path) -> set[str]:
 
 
 def _choose_splits_and_tokenizer(context: PrepareContext, state: PrepareState) -> PrepareState:
-    """Choose the rule for the splits, train or load the tokenizer, and store both.
+    """Choose the rule that assigns documents to splits, train or load the tokenizer, and store both.
 
-    If this fails because of the input, the folder is removed.
+    If the corpus or the tokenizer cannot be used, the folder is removed.
 
     Returns:
         The new state.
@@ -291,7 +292,7 @@ def _choose_splits_and_tokenizer(context: PrepareContext, state: PrepareState) -
     except InputError:
         (context.folder / UNFINISHED_FILE).unlink(missing_ok=True)
         with suppress(OSError):
-            context.folder.rmdir()  # rmdir fails if the folder holds other files. They stay.
+            context.folder.rmdir()  # Other files in the folder are kept, because `rmdir` fails if the folder has any.
         raise
 
 

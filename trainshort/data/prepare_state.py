@@ -124,7 +124,7 @@ class TokenWriter:
         for name, chunk in encoded.items():
             counts = self._counts[name]
             lengths = np.array(chunk.lengths, dtype=np.int64)
-            # A document starts after all documents before it.
+            # A document starts after all tokens of the documents before it. `cumsum` includes the document itself.
             starts = counts.tokens + np.cumsum(lengths) - lengths
             self._files[bin_path(self.folder, name)].write(chunk.tokens)
             self._files[offsets_path(self.folder, name)].write(starts.astype(OFFSET_TYPE).tobytes())

@@ -51,8 +51,9 @@ def text_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record
             line = file.readline(MAX_LINE_BYTES)
             if not line:
                 return
-            is_incomplete = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
-            if is_incomplete:
+            is_too_long = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
+            if is_too_long:
+                # The bytes after the cut are read again as the next line.
                 line = line[: _find_cut(line)]
                 file.seek(offset + len(line))
             text = _decode_utf8(line, errors, path, offset)
@@ -94,8 +95,13 @@ def paragraph_rows(path: Path, cursor: int | None, errors: Errors, min_bytes: in
 def _find_paragraph_end(buffer: bytes, start: int, min_bytes: int) -> int:
     """Return the position in the buffer where the piece that begins at `start` ends.
 
-    The piece has between `min_bytes` and twice as many bytes. The piece ends at the first of these places that exists:
-    the first blank line, the end of the text, the last line end, or the place that `_find_cut` returns.
+    The piece has between `min_bytes` and twice as many bytes. Within these limits, the piece ends at the first of these
+    positions that exists:
+
+    1. after the first blank line
+    2. at the end of the buffer
+    3. after the last line end
+    4. at the position that `_find_cut` chooses, for example after a space
     """
     earliest = start + min_bytes
     latest = start + 2 * min_bytes
@@ -215,7 +221,12 @@ def _describe_record(record: Any) -> str:
 
 
 def _describe_line(path: Path, offset: int) -> str:
-    """Return the file and the number of the line that begins at a byte offset, such as "a.jsonl, line 3"."""
+    """Return the name of a file and the number of the line at a byte offset, such as "a.jsonl, line 3".
+
+    Args:
+        path: The file.
+        offset: The byte offset where the line begins.
+    """
     line_number = 1
     remaining = offset
     with _open_at(path) as file:

@@ -88,7 +88,8 @@ def make_splitter(corpus: Corpus, errors: Errors) -> Splitter:
         fraction = HELD_OUT_FRACTION
         if corpus.size:
             fraction = min(HELD_OUT_FRACTION, HELD_OUT_BYTES / corpus.size)
-        return Splitter(missing, int(fraction * HASH_LIMIT), int(2 * fraction * HASH_LIMIT))
+        # Hashes are distributed evenly, so this share of the documents has a hash below this share of the limit.
+        return Splitter(missing, test_below=int(fraction * HASH_LIMIT), valid_below=int(2 * fraction * HASH_LIMIT))
 
     hashes = {hash_text(document.text) for document in corpus.documents(errors=errors) if document.split == "train"}
     if len(hashes) < len(SPLITS):
@@ -99,4 +100,4 @@ def make_splitter(corpus: Corpus, errors: Errors) -> Splitter:
         )
     sorted_hashes = sorted(hashes)
     held_out = max(1, round(HELD_OUT_FRACTION * len(sorted_hashes)))
-    return Splitter(missing, sorted_hashes[held_out], sorted_hashes[2 * held_out])
+    return Splitter(missing, test_below=sorted_hashes[held_out], valid_below=sorted_hashes[2 * held_out])

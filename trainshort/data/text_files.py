@@ -119,7 +119,13 @@ class FileCorpus:
             cursor_in_file = None  # All later files are read from the start.
 
     def _read_file(self, file: TextFile, cursor: Any, errors: Errors) -> Iterator[Record]:
-        """Return one record for each document of a file, from a position on."""
+        """Return one record for each document of a file.
+
+        Args:
+            file: The file.
+            cursor: The position in the file after the last document that was read before, or None for the start.
+            errors: What happens to bytes that are not valid UTF-8.
+        """
         file_suffix = suffix(file.path)
         if file_suffix in TEXT_SUFFIXES:
             if file.kind == "whole":
@@ -234,10 +240,16 @@ def select_text_files(paths: list[Path], root: Path | None = None) -> tuple[list
 
 
 def _hidden_part(path: Path, root: Path | None) -> str | None:
-    """Return the first hidden part of a path as a path below `root`, or None. Hidden names start with a period.
+    """Return the first hidden folder of a path, or the file itself if only the file is hidden. Otherwise return None.
+
+    Names of hidden files and folders start with a period.
+
+    Args:
+        path: The path of a file or a folder.
+        root: The folder that the user named. Only names below `root` count. None checks only the last name of the path.
 
     Example:
-        The hidden part of "/texts/.git/logs/HEAD" below the root "/texts" is ".git".
+        For the path "/texts/.git/logs/HEAD" and the root "/texts", the result is ".git".
     """
     parts = path.relative_to(root).parts if root else (path.name,)
     for index, part in enumerate(parts):
@@ -281,18 +293,20 @@ def _relative_name(path: Path, root: Path | None) -> str:
 
 
 def _split_from_name(path: Path, root: Path | None) -> str | None:
-    """Return the split that a file name tells, or None.
+    """Return the split that the name of a file or of one of its folders contains, or None.
 
-    If the name of the file tells no split, the names of its folders below `root` are used.
+    Args:
+        path: The file.
+        root: The folder that the user named. Only the names of folders below `root` count.
 
     Example:
-        "wiki.valid.tokens" and "validation/part-1.txt" tell the split "valid".
+        The split of "wiki.valid.tokens" and of "validation/part-1.txt" is "valid".
     """
     folder_names = path.relative_to(root).parts[:-1] if root else ()
     for name in (path.stem, *reversed(folder_names)):
         match = _SPLIT_NAME.fullmatch(name)
         if match is not None:
-            return match.lastgroup
+            return match.lastgroup  # The groups of the pattern are named train, valid and test.
     return None
 
 

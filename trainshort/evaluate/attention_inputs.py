@@ -34,14 +34,19 @@ def attention_calls(
             calls_by_layer[module] = []
 
     def record_call(layer: Attention, arguments: tuple[Any, ...]) -> None:
-        """Store the attention call that a layer is about to make. This is a forward pre-hook."""
+        """Forward pre-hook: compute and store the attention call that the layer will make.
+
+        Args:
+            layer: The attention layer.
+            arguments: The positional arguments of the layer's `forward`.
+        """
         x, position, step, cache = arguments[:4]
         q, k, v = layer.project(x, position, step.position_ids)
-        cache_content = {} if cache is None else dict(cache.method_cache)
+        old_method_cache = {} if cache is None else dict(cache.method_cache)
         bias = layer.bias(x, position, step, cache)
-        # The layer computes its bias again after this hook. It must find the cache as it was before.
+        # `layer.bias` changes the cache. `forward` will call `layer.bias` again, so the cache is restored here.
         if cache is not None:
-            cache.method_cache = cache_content
+            cache.method_cache = old_method_cache
         calls_by_layer[layer].append(AttentionCall(q, k, v, bias, layer.window, step.segment_ids))
 
     with ExitStack() as stack, torch.no_grad():

@@ -36,19 +36,23 @@ def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> E
 
     Args:
         target: The model.
-        text: The text.
-        plan: The plan of the evaluation.
-        precision: The dtype of the weights, as a key of `trainshort.evaluate.targets.PRECISIONS`.
+        text: The text on which the model is evaluated.
+        plan: The input lengths, the stride, and the override (a change of the trained model) of the evaluation.
+        precision: The dtype of the weights, such as "float32".
     """
     protocol = {
         "name": "non-overlapping" if plan.stride is None else "sliding",
         "stride": plan.stride,
+        # This key contains overrides of all kinds, not only of the ALiBi slopes.
         "slopes": None if plan.override is None else str(plan.override),
+        # The id of the token that the model reads before the first token of the text.
         "before": target.bos,
         "precision": precision,
         "device": target.device.type,
     }
-    if target.mask is not None:
+    is_encoder = target.mask is not None
+    if is_encoder:
+        # Each evaluation round masks one of `MASK_ROUNDS` tokens.
         protocol["masked"] = f"1 in {MASK_ROUNDS}"
     return Evaluation(
         target=target.description(),
@@ -75,12 +79,13 @@ def result_path(folder: Path, evaluation: Evaluation) -> Path:
     text_name = evaluation.corpus["split"] or Path(evaluation.corpus["name"]).stem
     stride = evaluation.protocol["stride"]
     name_parts = [text_name, f"stride{stride}" if stride else "nonoverlapping"]
-    override = evaluation.protocol["slopes"]
+    override = evaluation.protocol["slopes"]  # This key contains overrides of all kinds.
     if override:
         name_parts.append(override)
     name_parts.append(short_hash)
-    name = "-".join(re.sub(r"[^\w.]+", "-", part) for part in name_parts)
-    return folder / "eval" / f"{name}.json"
+    # Characters that are not safe in file names are replaced by hyphens.
+    safe_parts = [re.sub(r"[^\w.]+", "-", part) for part in name_parts]
+    return folder / "eval" / f"{'-'.join(safe_parts)}.json"
 
 
 def evaluate(
@@ -142,7 +147,7 @@ def evaluate(
 
 
 def _check_plan(target: Target, plan: Sweep) -> None:
-    """Raise `InputError` if a plan is not possible. This check runs before anything is computed."""
+    """Raise `InputError` if the model cannot be evaluated at the lengths and with the settings of a plan."""
     is_encoder = target.mask is not None
     if is_encoder and plan.stride is not None:
         raise InputError("Encoders are evaluated without overlap and do not support --stride. Leave out --stride.")
@@ -233,11 +238,13 @@ def write_figures_and_summary(
 
 
 def find_related_evaluations(evaluation: Evaluation, path: Path) -> list[Evaluation]:
-    """Return evaluations of the same weights on the same text with other settings. They are drawn in one figure.
+    """Return stored evaluations of the same weights on the same text, but with other settings.
+
+    The figure of an evaluation also shows these related evaluations.
 
     Args:
         evaluation: The evaluation.
-        path: The result file of the evaluation. Other files in the same folder are searched.
+        path: The result file of the evaluation. The other files in its folder are searched.
     """
     related_evaluations = []
     for other_path in sorted(path.parent.glob("*.json")):
@@ -246,7 +253,7 @@ def find_related_evaluations(evaluation: Evaluation, path: Path) -> list[Evaluat
         try:
             other_evaluation = results.load(other_path)
         except InputError:
-            continue  # A damaged file of another evaluation is not an error here.
+            continue  # A damaged file of another evaluation is left out.
         has_same_weights = other_evaluation.target.get("weights") == evaluation.target["weights"]
         has_same_text = other_evaluation.corpus.get("sha256") == evaluation.corpus["sha256"]
         if has_same_weights and has_same_text:
@@ -258,11 +265,11 @@ def find_related_evaluations(evaluation: Evaluation, path: Path) -> list[Evaluat
 
 
 def result_table(evaluation: Evaluation, lengths: Sequence[int]) -> Table:
-    """Return a table with one row per length. The training length is marked with "= L".
+    """Return a table of the results with one row per input length.
 
     Args:
-        evaluation: The evaluation.
-        lengths: The lengths to show.
+        evaluation: The evaluation with the results.
+        lengths: The input lengths to show.
     """
     table = Table(title=escape_for_output(_table_title(evaluation)), title_justify="left", box=None, pad_edge=False)
     columns = ("length", evaluation.metric_name, "95 %", "per word", "bits/byte", "tokens/s", "memory")
@@ -293,15 +300,19 @@ def _table_cells(evaluation: Evaluation, row: LengthScore) -> list[str]:
     """Return the cells of one row of the table. A length without a result shows its status instead of numbers."""
     length = f"{row.length:,}"
     if row.length == evaluation.trained_at:
-        length += " = L"
+        length += " = L"  # The ALiBi paper calls the training length L.
     if row.status != "scored":
         return [length, row.status, "", "", "", "", ""]
 
-    loss_interval = interval(row)
+    loss_interval = interval(row)  # the 95 % confidence interval of the mean loss
     perplexity_interval = ""
     if loss_interval is not None:
         low, high = loss_interval
         perplexity_interval = f"{perplexity(low):.2f}-{perplexity(high):.2f}"
+    memory = ""
+    if row.memory is not None:
+        megabytes = row.memory / 1e6
+        memory = f"{megabytes:,.0f} MB"
     return [
         length,
         f"{row.perplexity:.3f}",
@@ -309,7 +320,7 @@ def _table_cells(evaluation: Evaluation, row: LengthScore) -> list[str]:
         _format_optional(evaluation.word_perplexity(row), ",.4g"),
         _format_optional(evaluation.bits_per_byte(row), ".4f"),
         _format_optional(row.speed, ",.0f"),
-        "" if row.memory is None else f"{row.memory / 1e6:,.0f} MB",
+        memory,
     ]
 
 

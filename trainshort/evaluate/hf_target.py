@@ -74,7 +74,8 @@ class HuggingFaceTarget(Target):
 
         config = self.model.config.get_text_config()
         declared_length = _find_declared_length(config)
-        # Exports of trainshort store the training length. The setting of other models is the size of a position table.
+        # Models that trainshort exported store their training length as `trained_at`. For all other models, the best
+        # guess is the maximum length that the config declares.
         stored_length = getattr(config, "trained_at", None)
         self.trained_at = stored_length if isinstance(stored_length, int) else declared_length
         self.max_length = _find_position_table_length(self.model, declared_length)
@@ -131,7 +132,7 @@ class HuggingFaceTarget(Target):
         # Many models can compute the logits of the last positions only, which needs less memory.
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             options["logits_to_keep"] = num_scored
-        losses = []
+        losses: list[Tensor] = []
         for sequence, sequence_targets in zip(tokens, targets, strict=True):
             logits = self.model(input_ids=sequence[None], **options).logits[0, -num_scored:]
             losses.append(_cross_entropy(logits, sequence_targets[first:]))
@@ -177,7 +178,7 @@ class HuggingFaceTarget(Target):
 
     def tokenizer(self) -> TextTokenizer:
         """Return the tokenizer of the model. Raise `InputError` if the model has no tokenizer."""
-        # If a folder has no tokenizer files, transformers can return a tokenizer that has only special tokens.
+        # For a folder without tokenizer files, transformers can return a tokenizer that has only special tokens.
         if self._tokenizer is None or not _has_normal_tokens(self._tokenizer):
             raise InputError(
                 f"{self.name} has no tokenizer, which is required to read a text. Save a tokenizer with the model."
@@ -312,11 +313,12 @@ def _load_model(source: str, precision: str) -> Any:
         if "trust_remote_code" in str(error):
             raise InputError(CUSTOM_CODE_MESSAGE.format(name=source, part="model")) from None
         if Path(source).is_dir():
-            place = "the folder"
+            location = "the folder"
         else:
-            place = f"there is no folder '{source}', and the Hugging Face Hub"
+            location = f"there is no folder '{source}', and the Hugging Face Hub"
+        reason = first_sentence_of(error)
         raise InputError(
-            f"Cannot load '{source}': {place} does not contain a causal language model ({first_sentence_of(error)}). "
+            f"Cannot load '{source}': {location} does not contain a causal language model ({reason}). "
             "Give a run folder, the folder of a saved model, or check the name and the network."
         ) from None
 
@@ -409,6 +411,7 @@ def _compute_probe_logits(
         InputError: If the model is not causal.
     """
     device = next(model.parameters()).device
+    # The token ids are spread evenly over the vocabulary.
     tokens = torch.arange(PROBE_TOKENS, device=device)[None] * (vocab_size // PROBE_TOKENS)
     changed_last_token = (tokens[:, -1:] + 1) % vocab_size
     changed_tokens = torch.cat([tokens[:, :-1], changed_last_token], dim=1)
@@ -453,7 +456,11 @@ def _split_body_and_head(
 
 
 def _relative_rounding_error(model: nn.Module) -> float:
-    """Return by how much two equal logits may differ through rounding, as a share of the largest logit."""
+    """Return by how much logits may differ through rounding, relative to the largest logit.
+
+    Two computations of the same logits can round differently. The tolerance is 16 times the precision of the dtype,
+    because the rounding errors of many operations add up.
+    """
     dtype = next(model.parameters()).dtype
     return 16 * torch.finfo(dtype).eps
 

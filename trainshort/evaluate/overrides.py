@@ -113,15 +113,20 @@ class Override:
         if len(given_options) > 1:
             names = " and ".join(f"--{name}" for name in given_options)
             raise InputError(f"{names} cannot be combined. Give one of them.")
-        ((name, text),) = given_options.items()
+        [(name, text)] = given_options.items()  # exactly one option
         return Override.parse(name, text)
 
     def __str__(self) -> str:
         """Return the name of this override in result files, such as "ntk=4", "rotary-yarn=4" or "scores=1.2"."""
         if self.option == "attention-scale":
             return f"scores={self.value:g}"
-        name = "interpolate" if self.method == "interpolate" else f"{self.method}={self.value:g}"
-        return name if self.option == "slopes" else f"{self.option}-{name}"
+        if self.method == "interpolate":
+            name = "interpolate"  # This method has no number.
+        else:
+            name = f"{self.method}={self.value:g}"
+        if self.option == "slopes":
+            return name
+        return f"{self.option}-{name}"
 
 
 def _parse_number(text: str) -> float | None:
@@ -226,7 +231,7 @@ def _override_slopes(stack: ExitStack, model: TransformerLM, override: Override,
     position_name = model.config.position
     if trained_slopes is None:
         raise InputError(f"--slopes requires a model with ALiBi positions, got position='{position_name}'.")
-    bias = model.position.score_bias(1)
+    bias = model.position.score_bias(1)  # The kind of the bias is the same for every number of keys.
     if bias is not None and bias.right is not None:
         raise InputError(
             f"--slopes does not support position='{position_name}', which has separate slopes for later tokens."

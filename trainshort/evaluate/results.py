@@ -279,6 +279,7 @@ def interval(row: LengthScore, other: LengthScore | None = None) -> Interval | N
     """
     if row.status != "scored" or len(row.blocks) < 2:
         return None
+    # `blocks` has one pair for each span of the text: the number of targets and the sum of their losses.
     counts, sums = np.array(row.blocks, dtype=np.float64).T
     if other is None:
         return bootstrap_interval(sums, counts)
@@ -312,7 +313,9 @@ def bootstrap_interval(sums: np.ndarray, counts: np.ndarray | None = None) -> In
     drawn_groups = rng.integers(num_groups, size=(BOOTSTRAP_RESAMPLES, num_groups))
     drawn_sums = sums.astype(np.float64)[drawn_groups].sum(axis=1)
     means = drawn_sums / weights[drawn_groups].sum(axis=1)
-    low, high = np.quantile(means, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
+    lower_quantile = (1 - CONFIDENCE_LEVEL) / 2
+    upper_quantile = (1 + CONFIDENCE_LEVEL) / 2
+    low, high = np.quantile(means, [lower_quantile, upper_quantile])
     return float(low), float(high)
 
 
@@ -383,11 +386,11 @@ def find_evaluations(folder: Path) -> list[StoredEvaluation]:
 
 
 def _is_outdated(evaluation: Evaluation, best: int | None) -> bool:
-    """Return whether an evaluation of the best checkpoint used another checkpoint than today's best one.
+    """Return whether an evaluation of the best checkpoint is outdated, because another checkpoint is the best now.
 
     Args:
-        evaluation: The evaluation.
-        best: The training step of today's best checkpoint, or None if it is unknown.
+        evaluation: The evaluation. An evaluation of a chosen checkpoint is never outdated.
+        best: The training step of the checkpoint that is the best now, or None if it is unknown.
     """
     evaluates_best_checkpoint = evaluation.target["kind"] == "run"
     if best is None or not evaluates_best_checkpoint:
@@ -408,10 +411,13 @@ def best_step(folder: Path) -> int | None:
     losses: dict[int, float] = {}
     for state in read_checkpoint_states(folder):
         try:
-            losses[int(state["step"])] = state["valid_nll"] / state["valid_count"]
+            step = int(state["step"])
+            losses[step] = state["valid_nll"] / state["valid_count"]
         except (ValueError, KeyError, TypeError, ZeroDivisionError):
             continue  # The checkpoint was not validated, or is damaged. Loading a damaged checkpoint raises an error.
-    return min(losses, key=losses.__getitem__, default=None)
+    if not losses:
+        return None
+    return min(losses, key=losses.__getitem__)
 
 
 # ---- select results for a table
@@ -440,11 +446,10 @@ class Query:
         """
         protocol = evaluation.protocol
         has_override = protocol["slopes"] is not None  # The key "slopes" contains every kind of override.
-        is_as_trained = not has_override and protocol["precision"] == "float32"
-        has_same_stride = protocol["stride"] == self.stride
-        return (
-            self._has_same_weights(evaluation) and is_as_trained and has_same_stride and self._has_same_text(evaluation)
-        )
+        has_same_settings = protocol["stride"] == self.stride and protocol["precision"] == "float32"
+        if has_override or not has_same_settings:
+            return False
+        return self._has_same_weights(evaluation) and self._has_same_text(evaluation)
 
     def _has_same_weights(self, evaluation: Evaluation) -> bool:
         """Return whether the checkpoint of this query was evaluated."""
@@ -456,10 +461,11 @@ class Query:
     def _has_same_text(self, evaluation: Evaluation) -> bool:
         """Return whether exactly the tokens of this query were scored."""
         corpus = evaluation.corpus
-        # `whole` is the number of tokens in the split.
-        expected_tokens = corpus["whole"] if self.tokens is None else min(self.tokens, corpus["whole"])
-        is_own_data = corpus.get("own", True)  # the data of the run, not another text
-        return is_own_data and corpus["split"] == self.split and corpus["tokens"] == expected_tokens
+        split_tokens = corpus["whole"]  # the number of tokens in the complete split
+        expected_tokens = split_tokens if self.tokens is None else min(self.tokens, split_tokens)
+        # "own" says whether the text is the data on which the run was trained.
+        is_data_of_run = corpus.get("own", True)
+        return is_data_of_run and corpus["split"] == self.split and corpus["tokens"] == expected_tokens
 
 
 def select_rows(stored: Iterable[StoredEvaluation], query: Query) -> dict[int, tuple[LengthScore, Path]]:

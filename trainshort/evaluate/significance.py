@@ -53,7 +53,7 @@ def is_significant_decrease(effect: float, interval: Interval | None) -> bool:
 
 
 def longest_contiguous(results: Iterable[tuple[int, bool]]) -> int | None:
-    """Return the largest distance such that the result is positive there and at all shorter distances.
+    """Return the largest distance for which the result at this distance and at all shorter distances is positive.
 
     Args:
         results: Pairs of a distance and whether its result is positive, in any order.
@@ -102,6 +102,7 @@ def format_range(task: str, results: Iterable[tuple[int, bool]]) -> str:
 
     first_failed = failed[0]
     solved_beyond = [distance for distance in solved if distance > first_failed]
+    # A model that fails at a distance, but not at a longer distance, allows no clear verdict.
     contradiction = f"(not solved at {first_failed:,}, but at {_join_numbers(solved_beyond)})"
     longest = longest_contiguous(sorted_results)
     if longest is None:
@@ -322,18 +323,20 @@ def _rows_from_training_length(evaluation: Evaluation) -> list[LengthScore]:
 
 
 def _find_longest_good_length(rows: list[LengthScore], is_good: Callable[[LengthScore], bool]) -> dict[str, Any]:
-    """Return the longest length that satisfies a criterion together with all shorter lengths.
+    """Find the longest length such that this length and all shorter lengths satisfy a criterion.
 
     Args:
         rows: The results, sorted by length.
-        is_good: The criterion. It is called for results with the status "scored" only.
+        is_good: The criterion. `is_good` is called only for results with the status "scored".
 
     Returns:
-        `length` is the longest good length. `open` is True if it is also the longest length that was evaluated, so that
-        even longer lengths may be good.
+        A dictionary with two keys. `length` is the length, or None if the shortest length does not satisfy the
+        criterion. `open` is True if no longer length was evaluated, so that even longer lengths may be good.
     """
-    length = longest_contiguous((row.length, row.status == "scored" and is_good(row)) for row in rows)
-    return {"length": length, "open": length == rows[-1].length}
+    results = [(row.length, row.status == "scored" and is_good(row)) for row in rows]
+    length = longest_contiguous(results)
+    longest_evaluated_length = rows[-1].length
+    return {"length": length, "open": length == longest_evaluated_length}
 
 
 def _summarize_row(row: LengthScore) -> dict[str, Any]:

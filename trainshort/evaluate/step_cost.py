@@ -46,6 +46,7 @@ class StepBenchmark:
             model = load_model(weights)
         self.model = model.to(self.device)
         self.optimizer = optim.build(self.model, config.optim)
+        # Each row has one more token than the model reads, because the target of a token is the next token.
         batch_shape = (config.train.batch, config.train.length + 1)
         self.tokens = torch.randint(0, vocab_size, batch_shape, device=self.device)
         self.micro_batch = config.train.micro_batch or config.train.batch

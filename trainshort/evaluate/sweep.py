@@ -97,19 +97,22 @@ def score(
     Yields:
         The losses of the targets of one batch, in the order of the text.
     """
-    position = passes.at(done) if done < passes.tokens else len(passes)  # index of the next pass
-    while position < len(passes):
-        batch = next(passes.batches(batch_tokens, position))
+    if done >= passes.tokens:
+        return
+    next_pass = passes.at(done)  # the index of the pass that scores the next target
+    while next_pass < len(passes):
+        batch = next(passes.batches(batch_tokens, next_pass))
         try:
             losses = score_batch(target, tokens, batch)
         except (RuntimeError, MemoryError) as error:
+            # A batch of a single pass cannot be made smaller.
             if not is_out_of_memory(error) or len(batch) == 1:
                 raise
             smaller_batch_size = len(batch) // 2
             batch_tokens = passes.length * smaller_batch_size
             continue
         yield losses.flatten()
-        position += len(batch)
+        next_pass += len(batch)
 
 
 def score_batch(
@@ -128,11 +131,11 @@ def score_batch(
     if target.mask is not None:
         return score_masked_batch(target, tokens, batch)
     inputs, targets = fill(tokens, batch, target.bos)
-    # The tokens before `first` are only context. Their losses are not computed.
-    first = batch[0].first - batch[0].start
-    losses = target.token_nll(
-        torch.from_numpy(inputs).to(target.device), torch.from_numpy(targets).to(target.device), first
-    )
+    input_ids = torch.from_numpy(inputs).to(target.device)
+    target_ids = torch.from_numpy(targets).to(target.device)
+    # The first tokens of each pass are only context. Their losses are not computed.
+    num_context_tokens = batch[0].first - batch[0].start
+    losses = target.token_nll(input_ids, target_ids, num_context_tokens)
     return losses.float().cpu().numpy()
 
 
@@ -160,10 +163,10 @@ def score_masked_batch(
     for round_index in range(MASK_ROUNDS):
         is_masked = round_of_token == round_index
         inputs, targets = mask_tokens(windows, is_masked, target.mask)
-        round_losses = target.token_nll(
-            torch.from_numpy(inputs).to(target.device), torch.from_numpy(targets).to(target.device), 0
-        )
-        # The loss of a token that is not masked is 0.
+        input_ids = torch.from_numpy(inputs).to(target.device)
+        target_ids = torch.from_numpy(targets).to(target.device)
+        round_losses = target.token_nll(input_ids, target_ids, 0)
+        # The loss of a token that is not masked is 0, so the sum contains each loss once.
         losses += round_losses.float().cpu().numpy()
     return losses
 
@@ -198,9 +201,18 @@ def score_length(
 
 
 def _row_for_error(error: Exception, target: Target, plan: Sweep, passes: Passes) -> LengthScore | None:
-    """Return the result of a length that failed with an error, or None if the error is unexpected.
+    """Return the result of an input length at which the model raised an error.
 
-    Expected errors are a lack of memory, and errors of a model that does not support the length.
+    The result says that there was not enough memory, or that the model does not support the length.
+
+    Args:
+        error: The error.
+        target: The model.
+        plan: The plan of the evaluation.
+        passes: The passes over the text at this length.
+
+    Returns:
+        The result without losses. None if the error has another cause.
     """
     if is_out_of_memory(error):
         if plan.max_gigabytes is None:
@@ -232,6 +244,7 @@ def _score_remaining(
     already_done = loss_file.done
     tokens_read_per_target = passes.read / passes.tokens
     description = f"length {passes.length:,}"
+    # The targets of an interrupted evaluation count as progress.
     meter.advance(already_done * tokens_read_per_target, description)
 
     peak_memory = PeakMemory(target.device)
@@ -315,15 +328,8 @@ def make_duration_estimate(target: Target, plan: Sweep) -> Callable[[Passes], fl
     Returns:
         A function that returns the estimated seconds of the given passes. It returns 0 if no length could be timed.
     """
-    supported_lengths = sorted(
-        length for length in plan.lengths if target.max_length is None or length <= target.max_length
-    )
-    # The lengths are sorted, so the first element is the shortest length.
-    candidates = [length for length in supported_lengths if length <= CALIBRATION_LENGTH] or supported_lengths[:1]
-    timed_lengths = sorted({*candidates[:1], *candidates[-1:]})
-
     timings: list[tuple[int, float]] = []  # pairs of a length and its seconds per token
-    for length in timed_lengths:
+    for length in _choose_timed_lengths(target, plan):
         seconds_per_token = _time_batch(target, plan, length)
         if seconds_per_token is not None:
             timings.append((length, seconds_per_token))
@@ -343,13 +349,31 @@ def make_duration_estimate(target: Target, plan: Sweep) -> Callable[[Passes], fl
     return estimate_seconds
 
 
+def _choose_timed_lengths(target: Target, plan: Sweep) -> list[int]:
+    """Return the lengths that are timed: the shortest length, and the longest length up to `CALIBRATION_LENGTH`.
+
+    Lengths that the model does not support are left out. The result has at most two lengths and can be empty.
+    """
+    supported_lengths = sorted(plan.lengths)
+    if target.max_length is not None:
+        supported_lengths = [length for length in supported_lengths if length <= target.max_length]
+    if not supported_lengths:
+        return []
+
+    shortest = supported_lengths[0]
+    short_lengths = [length for length in supported_lengths if length <= CALIBRATION_LENGTH]
+    longest = max(short_lengths, default=shortest)
+    return [shortest] if longest == shortest else [shortest, longest]
+
+
 def _time_batch(target: Target, plan: Sweep, length: int) -> float | None:
     """Return the seconds per token of a small batch at one input length, or None if the batch fails.
 
     The batch is scored twice, and the second time counts, because the first call of a model is slower.
     """
     batches = plan.passes(length).batches(min(plan.batch_tokens, CALIBRATION_TOKENS))
-    # With a stride, the first batch has only one pass. The second batch is then larger.
+    # If the windows overlap, the first batch has only one pass, and the second batch is larger. The larger batch is
+    # timed.
     first_batches = list(islice(batches, 2))
     batch = max(first_batches, key=_count_read_tokens)
     seconds = 0.0
@@ -360,7 +384,7 @@ def _time_batch(target: Target, plan: Sweep, length: int) -> float | None:
                 score_batch(target, plan.tokens, batch)
                 seconds = time.perf_counter() - start_time
                 if seconds > MAX_WARMUP_SECONDS:
-                    break
+                    break  # A second call would take too long.
         except (RuntimeError, MemoryError, IndexError):
             return None  # The sweep will report the error.
     return seconds / _count_read_tokens(batch)
@@ -395,7 +419,7 @@ class LossFile:
         open_file(path).close()  # Raises InputError if the path is not a regular file.
         self.file = path.open("a+b")
         stored_targets = path.stat().st_size // LOSS_DTYPE.itemsize
-        self.done = count_complete_passes(passes, stored_targets)
+        self.done = count_complete_targets(passes, stored_targets)
         self.file.truncate(self.done * LOSS_DTYPE.itemsize)
 
     def append(self, losses: Float32[np.ndarray, " targets"]) -> None:
@@ -411,26 +435,27 @@ class LossFile:
         return np.frombuffer(self.file.read(), dtype=LOSS_DTYPE)
 
 
-def count_complete_passes(passes: Passes, targets: int) -> int:
-    """Return how many of the first `targets` targets belong to complete passes.
+def count_complete_targets(passes: Passes, targets: int) -> int:
+    """Return how many of the scored targets belong to passes that were scored completely.
 
     Args:
         passes: The passes over the text.
         targets: The number of targets that were scored.
 
     Returns:
-        The number of targets without those of an incomplete last pass.
+        The number of scored targets, without the targets of a last pass that is incomplete.
 
     Example:
         The passes over 10 tokens with length 4 and stride 2 score 4, 2, 2 and 2 targets.
 
-        >>> [count_complete_passes(Passes(10, 4, 2), targets) for targets in (3, 4, 5, 10)]
+        >>> [count_complete_targets(Passes(10, 4, 2), targets) for targets in (3, 4, 5, 10)]
         [0, 4, 4, 10]
     """
     if targets >= passes.tokens:
         return passes.tokens
-    incomplete_pass = passes[passes.at(targets)]
-    return incomplete_pass.first
+    # The pass that scores the next target is not complete. All targets before this pass are.
+    next_pass = passes[passes.at(targets)]
+    return next_pass.first
 
 
 @contextmanager

@@ -183,7 +183,9 @@ class ModelTarget(Target):
         """Return a context manager that runs the model with an override (see `Target.for_length`)."""
         if override is None:
             return nullcontext()
-        return apply_override(self.model, override, self.trained_at or length, length)
+        # If the training length is unknown, the model is treated as if it was trained at this length.
+        training_length = self.trained_at or length
+        return apply_override(self.model, override, training_length, length)
 
     def extra_description(self) -> dict[str, Any]:
         """Return the position method and the config of the model."""

@@ -117,15 +117,17 @@ def truncate(text: Text, num_tokens: int, tokenizer: TextTokenizer) -> Text:
     """
     tokens = np.asarray(text.tokens[:num_tokens])
     if tokenizer.ends_lines:
-        # The end token stands for the end of a line, which belongs to the text.
+        # The end token stands for a line end. A line end is part of the text, so the tokens are not split.
         documents = [tokenizer.decode(tokens)]
     else:
         documents = []
         end_positions = np.flatnonzero(tokens == text.end)
         for document_tokens in np.split(tokens, end_positions):
-            # Each part starts with the end token of the document before. The end token is not part of the text.
-            documents.append(tokenizer.decode(document_tokens[document_tokens != text.end]))
-    return replace(text, tokens=tokens, uncut_tokens=len(text.tokens), **_count_text(tokens, documents))
+            # `np.split` leaves the end token of a document at the start of the next part. An end token is not text.
+            text_tokens = document_tokens[document_tokens != text.end]
+            documents.append(tokenizer.decode(text_tokens))
+    counts = _count_text(tokens, documents)
+    return replace(text, tokens=tokens, uncut_tokens=len(text.tokens), **counts)
 
 
 def _count_text(tokens: Integer[np.ndarray, " tokens"], documents: list[str]) -> dict[str, Any]:

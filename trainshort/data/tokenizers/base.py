@@ -198,10 +198,11 @@ class IncrementalDecoder:
     def _take_new_text(self, text: str) -> str:
         """Return the part of `text` that was not returned before. `text` is the text of all current tokens."""
         if not text.startswith(self._returned_text):
-            return ""
+            return ""  # The text that was returned cannot be changed any more.
         new_text = text[len(self._returned_text) :]
         self._returned_text = text
         if len(self._tokens) > self.MAX_TOKENS:
+            # Only the last tokens are decoded from now on, so that decoding stays fast.
             self._tokens = self._tokens[-self.CONTEXT_TOKENS :]
             self._returned_text = self._decode(self._tokens)
         return new_text
@@ -221,7 +222,10 @@ def byte_alphabet() -> dict[int, str]:
 
 
 def byte_numbers() -> dict[str, int]:
-    """Return the byte for which each character stands in byte-level tokenizers. The inverse of `byte_alphabet`."""
+    """Return the byte for which each character stands in byte-level tokenizers such as GPT-2's.
+
+    The dictionary is the inverse of `byte_alphabet`.
+    """
     return {character: byte for byte, character in byte_alphabet().items()}
 
 
@@ -260,7 +264,7 @@ class SavedTokenizer(Tokenizer):
     """
 
     def __init__(self, saved: Any, name: str) -> None:
-        # A tokenizer.json can ask for truncation and padding, which must not change the text of a dataset.
+        # A tokenizer.json can ask for truncation and padding. Both would change the text of a dataset.
         saved.no_truncation()
         saved.no_padding()
         # The text "<|endoftext|>" in a document is encoded like any other text, not as the special token.
@@ -306,7 +310,7 @@ class SavedTokenizer(Tokenizer):
         white space after it. For example, "a b a b" has the words "a", " b", " a" and " b".
         """
         words = _WORD.findall(text)
-        cache = self._word_cache
+        cache = self._word_cache  # the tokens of each word, as the bytes of an int32 array
         new_words = list(set(words).difference(cache))
         encodings = self.library.encode_batch_fast(new_words, add_special_tokens=False)
         for word, encoding in zip(new_words, encodings, strict=True):
@@ -314,6 +318,7 @@ class SavedTokenizer(Tokenizer):
 
         # `map` and `join` are faster than a loop in Python.
         joined_tokens = b"".join(map(cache.__getitem__, words))
+        # Long words are rare, so their tokens are not kept. A cache with too many words is emptied.
         for word in new_words:
             if len(word) > MAX_CACHED_WORD_CHARACTERS:
                 del cache[word]
@@ -333,6 +338,7 @@ class SavedTokenizer(Tokenizer):
         byte_of_character = byte_numbers()
 
         def token_bytes(token: int) -> bytes:
+            """Return the bytes of UTF-8 that a token stands for."""
             self.validate_ids([token])
             characters = self.library.id_to_token(token) or ""
             if token in added_tokens:
@@ -347,7 +353,11 @@ class SavedTokenizer(Tokenizer):
 
 
 def _find_end_token(library: Any) -> int | None:
-    """Return the id of the token that marks the end of a document, or None if the vocabulary has no known one."""
+    """Return the id of the token that marks the end of a document, or None if no known end token is in the vocabulary.
+
+    Args:
+        library: The tokenizer of the library `tokenizers`.
+    """
     for end_token in _END_TOKENS:
         token = library.token_to_id(end_token)
         if token is not None:

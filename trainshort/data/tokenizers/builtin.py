@@ -67,7 +67,9 @@ class BytePairTokenizer(SavedTokenizer):
             initial_alphabet=sorted(byte_alphabet().values()),
             show_progress=False,
         )
-        fraction = min(1.0, SAMPLE_BYTES / byte_count) if byte_count else 1.0
+        fraction = 1.0
+        if byte_count:
+            fraction = min(1.0, SAMPLE_BYTES / byte_count)
         tokenizer.train_from_iterator(sample(texts, fraction), trainer)
         return cls(tokenizer, "bpe")
 
@@ -97,6 +99,8 @@ def sample(texts: Iterable[str], fraction: float) -> Iterator[str]:
     """
     characters_seen = 0
     characters_taken = 0
+    # A fraction below 1 was chosen such that the sample has about `SAMPLE_BYTES`. The limit is twice as large, so that
+    # it is only reached if the estimated size of the text was wrong.
     max_characters = SAMPLE_BYTES if fraction == 1 else 2 * SAMPLE_BYTES
     for text in texts:
         for piece in cut(text, SAMPLE_PIECE_CHARACTERS):
@@ -239,7 +243,8 @@ class WordTokenizer(Tokenizer):
         sorted_words = sorted(counts, key=lambda word: (-counts[word], word))
         words = [*cls.SPECIAL, *sorted_words][:vocab_size]
 
-        rounded_up_size = -(-len(words) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        num_multiples = -(-len(words) // VOCAB_MULTIPLE)  # division that rounds up
+        rounded_up_size = num_multiples * VOCAB_MULTIPLE
         target_size = min(vocab_size, rounded_up_size)
         suffix = 0
         while len(words) < target_size:
@@ -259,7 +264,9 @@ class WordTokenizer(Tokenizer):
         has_special_words = tuple(words[: len(cls.SPECIAL)]) == cls.SPECIAL
         if not has_special_words:
             return None
-        has_consecutive_ids = vocabulary[words[-1]] == len(words) - 1
+        # Without gaps between the ids, the id of each word is its position in the sorted list.
+        largest_id = vocabulary[words[-1]]
+        has_consecutive_ids = largest_id == len(words) - 1
         return cls(words) if has_consecutive_ids else None
 
     def encode(self, text: str) -> Ids:
@@ -277,7 +284,9 @@ class WordTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, with one space between words. `InputError` is raised for an unknown id."""
         words = ["\n" if token == self.LINE_END else self.words[token] for token in self.validate_ids(ids)]
-        return " ".join(words).replace(" \n", "\n").replace("\n ", "\n")
+        text = " ".join(words)
+        # Line ends have no spaces around them.
+        return text.replace(" \n", "\n").replace("\n ", "\n")
 
     def decoder(self) -> Decoder:
         """Return a decoder that decodes one token at a time."""

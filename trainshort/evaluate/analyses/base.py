@@ -83,16 +83,20 @@ class AnalysisContext:
             InputError: If a chosen length, or every default length, is longer than the model supports or longer than
                 half of the text.
         """
-        requested = self.lengths or tuple(self.trained_at * factor for factor in factors)
+        default_lengths = tuple(self.trained_at * factor for factor in factors)
+        is_user_choice = len(self.lengths) > 0
+        requested = self.lengths if is_user_choice else default_lengths
+
         model_limit = self.target.max_length
-        text_limit = len(self.tokens) // 2
-        limit = min(text_limit, model_limit or len(self.tokens))
+        limit = len(self.tokens) // 2
+        if model_limit is not None:
+            limit = min(limit, model_limit)
         possible = sorted({length for length in requested if length <= limit})
         are_all_possible = len(possible) == len(set(requested))
-        is_user_choice = len(self.lengths) > 0
         if possible and (are_all_possible or not is_user_choice):
             return possible
 
+        # Of the lengths that the user chose, at least the longest is impossible. Of the default lengths, all are.
         impossible_length = max(requested) if is_user_choice else min(requested)
         if model_limit is not None and impossible_length > model_limit:
             raise InputError(
@@ -118,11 +122,13 @@ class AnalysisContext:
         """Choose the positions in the text at which samples end. The positions are spread evenly over the text.
 
         Args:
-            max_length: The length of the longest context. Each position has at least `max_length` + 1 tokens before it.
+            max_length: The number of tokens that the model reads in the longest sample.
 
         Returns:
-            The positions. There are `samples` positions, or fewer if the text is short.
+            The position after the last token of each sample. There are `samples` positions, or fewer if the text is
+            short.
         """
+        # A sample consists of the tokens that the model reads, and the token after them, which is only predicted.
         first_end = max_length + 1
         num_remaining_tokens = len(self.tokens) - first_end
         # In a short text, fewer samples are chosen, so that the scored tokens of two samples do not overlap.
@@ -130,8 +136,16 @@ class AnalysisContext:
         return first_end + np.linspace(0, num_remaining_tokens, count).astype(np.int64)
 
     def sample_windows(self, ends: Int[np.ndarray, " samples"], length: int) -> Int[np.ndarray, "samples window"]:
-        """Return the `length` + 1 tokens before each position, as `score` expects them."""
-        return self.windows_at(ends - length - 1, length + 1)
+        """Return a window of `length` + 1 tokens before each position.
+
+        The model reads the first `length` tokens of a window, and predicts the last `length` tokens (see `score`).
+
+        Args:
+            ends: The position after the last token of each window.
+            length: The number of tokens that the model reads.
+        """
+        window_length = length + 1
+        return self.windows_at(ends - window_length, window_length)
 
     def score(
         self, windows: Int[np.ndarray, "windows length"], num_scored: int
@@ -139,12 +153,13 @@ class AnalysisContext:
         """Compute the losses of the last tokens of each window.
 
         Args:
-            windows: Tokens. The first token of a window is context only.
+            windows: One row of tokens for each window.
             num_scored: The number of tokens at the end of each window whose losses are computed.
 
         Returns:
             The losses in float64.
         """
+        # The model does not read the last token of a window, because that token is only predicted.
         length = windows.shape[1] - 1
         batch_size = max(1, self.batch_tokens // length)
         device = self.target.device
@@ -153,13 +168,18 @@ class AnalysisContext:
             for batch in torch.from_numpy(windows.astype(np.int64)).split(batch_size):
                 inputs = batch[:, :-1].contiguous().to(device)
                 targets = batch[:, 1:].contiguous().to(device)
-                batch_losses = self.target.token_nll(inputs, targets, length - num_scored)
+                first_scored = length - num_scored
+                batch_losses = self.target.token_nll(inputs, targets, first_scored)
                 losses.append(batch_losses.double().cpu().numpy())
                 self.meter.advance(inputs.numel(), f"{length:,} tokens")
         return np.concatenate(losses)
 
     def score_all(self, passes: Passes) -> Float[np.ndarray, " tokens"]:
-        """Compute the losses of all tokens of the text in float64."""
+        """Compute the losses of all tokens of the text in float64.
+
+        Args:
+            passes: The windows of the text that the model reads, and the tokens that are scored in each window.
+        """
         losses = []
         tokens_read_per_target = passes.read / passes.tokens
         with self.target.for_length(None, passes.length):
@@ -191,18 +211,18 @@ class AnalysisContext:
             key: The name of the partial result.
             measure: A function that computes the partial result. The result must consist of JSON values.
         """
-        cache: dict[str, Any] = {}
+        cached_results: dict[str, Any] = {}
         if self.cache_path is not None and self.cache_path.is_file():
-            cache = read_json_object(self.cache_path, hint="Remove it and analyze again.")
-        if key not in cache:
-            cache[key] = measure()
+            cached_results = read_json_object(self.cache_path, hint="Remove it and analyze again.")
+        if key not in cached_results:
+            cached_results[key] = measure()
             if self.cache_path is not None:
-                write_atomic(self.cache_path, json.dumps(cache, allow_nan=False))
-        return cache[key]
+                write_atomic(self.cache_path, json.dumps(cached_results, allow_nan=False))
+        return cached_results[key]
 
 
 def _accept_any_context(context: AnalysisContext) -> None:
-    """Check nothing. This is the default of `Analysis.check`."""
+    """Do nothing. Analyses that support every model and every text use this function as their check."""
 
 
 @dataclass(frozen=True)
@@ -231,15 +251,18 @@ class Analysis:
 def compare(
     losses: Float[np.ndarray, "samples scored"], changed_losses: Float[np.ndarray, "samples scored"]
 ) -> dict[str, Any]:
-    """Compare the losses of the same targets with two contexts.
+    """Measure how much the losses of the same targets rise if their context is changed.
 
     Args:
-        losses: The losses with the first context, one row per sample.
-        changed_losses: The losses with the second context.
+        losses: The losses with the original context, one row per sample.
+        changed_losses: The losses with the changed context.
 
     Returns:
-        `loss` is the mean loss with the second context. `rise` is the mean difference to the first context, and
-        `interval` is its 95 % interval. The interval is None if there is only one sample.
+        A dictionary with these keys:
+
+        - `loss`: the mean loss with the changed context
+        - `rise`: the mean loss with the changed context minus the mean loss with the original context
+        - `interval`: the 95 % interval of `rise`, or None if there is only one sample
     """
     differences = changed_losses.mean(axis=1) - losses.mean(axis=1)
     return {

@@ -83,7 +83,8 @@ def _measure_row(context: AnalysisContext, config: ModelConfig, method: str, len
     checkpoint = _find_usable_checkpoint(context, config, method, length)
     model_config = config.replace(position=method).with_max_length(length)
     device = str(context.target.device)
-    measurement = context.cached(f"{method} {length}", lambda: measure(model_config, length, device, checkpoint))
+    cache_key = f"{method} {length}"
+    measurement = context.cached(cache_key, lambda: measure(model_config, length, device, checkpoint))
     context.meter.advance(_tokens_per_step(length), f"{method} at {length:,} tokens")
     return {
         "position": method,
@@ -146,7 +147,12 @@ def _measure_inference_only(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_rates(result: dict[str, Any]) -> dict[str, Any]:
-    """Replace the seconds of a measurement by the speed in tokens per second and its relative spread."""
+    """Return a measurement with the speed in tokens per second instead of the seconds of each round.
+
+    Args:
+        result: The measurement of one mode, as `trainshort.evaluate.step_cost.peak` returns it. A measurement that ran
+            out of memory is returned unchanged.
+    """
     if result["status"] != "measured":
         return result
     speed = Timing(result["seconds"]).rate(result["tokens"], "tokens/s")
@@ -193,12 +199,16 @@ def _choose_baseline(results: dict[str, dict[str, Any]]) -> str | None:
 
 
 def _compare_to_baseline(result: dict[str, Any], baseline_result: dict[str, Any]) -> str:
-    """Return the speed of a method relative to the baseline, for example "50 % (±4 %)".
+    """Return the speed of a method relative to the speed of the baseline, for example "50% (±4%)".
 
     The margin is the sum of the relative spreads of both measurements.
+
+    Args:
+        result: The inference measurement of the method.
+        baseline_result: The inference measurement of the baseline.
     """
     if result["status"] != "measured":
-        return result["status"]
+        return result["status"]  # "out of memory"
     ratio = result["tokens_per_second"] / baseline_result["tokens_per_second"]
     margin = (result["spread"] or 0.0) + (baseline_result["spread"] or 0.0)
     speed = f"{ratio:.0%} (±{margin:.0%})"

@@ -52,7 +52,7 @@ def choose_lengths(context: AnalysisContext) -> list[int]:
 
 
 def run(context: AnalysisContext) -> dict[str, Any]:
-    """Measure both parts of the gain at each input length."""
+    """Measure at each input length how much the loss falls because of longer context and of fewer early tokens."""
     lengths = choose_lengths(context)
     num_tokens = len(context.tokens)
     num_sampled = min(num_tokens, context.samples * TARGETS_PER_SAMPLE)
@@ -76,8 +76,8 @@ def run(context: AnalysisContext) -> dict[str, Any]:
     rows = []
     for length, losses in losses_by_length.items():
         row = _make_row(length, sampled_targets, losses_by_length[shortest_length], losses)
-        # At the shortest length, all tokens but the last are replaced. At longer lengths, only the tokens are replaced
-        # that the shortest length does not read.
+        # At the shortest length, all tokens except the last token are replaced. At longer lengths, the tokens that the
+        # shortest length also reads are kept.
         num_kept_tokens = 1 if length == shortest_length else shortest_length
         row["replaced"] = loss_increase_with_replaced_context(
             context, length, sampled_targets, losses.stride_1, num_kept_tokens
@@ -122,7 +122,7 @@ def loss_increase_with_replaced_context(
     stride_1_losses: Float[np.ndarray, " samples"],
     num_kept_tokens: int,
 ) -> dict[str, Any] | None:
-    """Measure how much the losses of the sampled targets rise if most of their context is replaced by other text.
+    """Measure how much the losses of sampled targets rise if their distant context is replaced by other text.
 
     Args:
         context: The model and the text.
@@ -168,12 +168,14 @@ def _make_row(
     gain = float(base.non_overlapping.mean() - losses.non_overlapping.mean())
     context_gains = base.stride_1 - losses.stride_1  # one value per sampled target
     from_context = float(context_gains.mean())
-    # The loss with stride 1 is known for the sampled targets only. For the complete text, it is estimated from the
+    # The losses with stride 1 are known for the sampled targets only. The mean for the complete text is estimated from
     # differences on the sampled targets, because differences vary less than losses.
     base_curse = (base.non_overlapping[sampled_targets] - base.stride_1).mean()
     stride_1_loss = float(base.non_overlapping.mean() - base_curse - context_gains.mean())
 
-    span_counts, span_gains = np.array(sum_by_span(base.non_overlapping - losses.non_overlapping)).T
+    # The interval of the gain is computed from the gain of each span of the text.
+    gains_by_span = sum_by_span(base.non_overlapping - losses.non_overlapping)
+    span_counts, span_gains = np.array(gains_by_span).T
     gain_interval = bootstrap_interval(span_gains, span_counts)
     context_interval = bootstrap_interval(context_gains)
     return {
@@ -193,7 +195,7 @@ def _make_row(
 
 
 def _subtract_intervals(minuend: Interval | None, subtrahend: Interval | None) -> Interval | None:
-    """Return an interval that contains every difference between a value of one interval and a value of the other.
+    """Return an interval that contains every difference of a value in `minuend` and a value in `subtrahend`.
 
     Example:
         >>> _subtract_intervals((5, 6), (1, 2))
@@ -208,7 +210,10 @@ def _subtract_intervals(minuend: Interval | None, subtrahend: Interval | None) -
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Return the conclusion with its verdict: how much of the gain at the longest length has which cause.
+    """Return a sentence that says how much the loss falls at the longest length, and why.
+
+    The two possible causes are the longer context of each token, and fewer early tokens (tokens at the start of a
+    window, which have little context).
 
     Args:
         rows: The measurements of `run`, sorted by length.
@@ -237,7 +242,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def _summarize_single_length(row: dict[str, Any]) -> str:
-    """Return the conclusion if only one input length was measured: whether there is an early-token curse."""
+    """Return whether there is an early-token curse. This is the conclusion if only one input length was measured.
+
+    The early-token curse is the loss that is added because the first tokens of a window have little context.
+    """
     curse = format_effect(row["curse"], row["curse_interval"])
     if is_significant_increase(row["curse"], row["curse_interval"]):
         return f"Supported: early-token curse at {row['length']:,} tokens ({curse})"
@@ -245,7 +253,7 @@ def _summarize_single_length(row: dict[str, Any]) -> str:
 
 
 def _uses_replaced_context(row: dict[str, Any]) -> bool:
-    """Return whether replacing the context by other text significantly raises the loss at one input length."""
+    """Return whether the loss at one input length rises significantly if the context is replaced by other text."""
     comparison = row["replaced"]
     return comparison is not None and is_significant_increase(comparison["rise"], comparison["interval"])
 

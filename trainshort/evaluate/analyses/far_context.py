@@ -56,15 +56,17 @@ def choose_length_and_distances(context: AnalysisContext) -> tuple[int, list[int
 
 
 def run(context: AnalysisContext) -> dict[str, Any]:
-    """Measure how much the loss rises for each distance and each corruption."""
+    """Measure how much the loss rises if the context farther away than each distance is corrupted."""
     length, distances = choose_length_and_distances(context)
     ends = context.sample_ends(length)
     intact_windows = context.sample_windows(ends, length)
 
-    # For each distance, two corruptions keep the input length, and `cut` leaves `distance` + SCORED_TOKENS - 1 inputs.
+    # Each sample is read without corruption, and then with three corruptions for each distance. The corruptions
+    # "shuffle" and "replace" keep the input length. The corruption "cut" shortens the input.
     tokens_per_sample = length
     for distance in distances:
-        tokens_per_sample += 2 * length + distance + SCORED_TOKENS - 1
+        cut_length = distance + SCORED_TOKENS - 1
+        tokens_per_sample += 2 * length + cut_length
     context.meter.start(len(ends) * tokens_per_sample)
 
     intact_losses = context.score(intact_windows, SCORED_TOKENS)
@@ -100,8 +102,12 @@ def near_distances(trained_at: int, length: int) -> list[int]:
         [2, 4, 8]
     """
     max_distance = min(length // 2, length - SCORED_TOKENS)
-    distances = [first_distance(trained_at) * 2**doublings for doublings in range(MAX_DOUBLINGS)]
-    return [distance for distance in distances if distance <= max_distance]
+    distances = []
+    for doublings in range(MAX_DOUBLINGS):
+        distance = first_distance(trained_at) * 2**doublings
+        if distance <= max_distance:
+            distances.append(distance)
+    return distances
 
 
 def first_distance(trained_at: int) -> int:
@@ -151,12 +157,14 @@ def summary(rows: list[dict[str, Any]], length: int) -> str:
     for row in rows:
         if is_significant_increase(row["rise"], row["interval"]):
             significant[row["near"]].append(row["way"])
-    used_distance = longest_contiguous(
-        (distance, len(corruptions) == len(CORRUPTIONS)) for distance, corruptions in significant.items()
-    )
-    disputed_distances = [
-        distance for distance, corruptions in significant.items() if corruptions and distance > (used_distance or 0)
-    ]
+
+    results = [(distance, len(corruptions) == len(CORRUPTIONS)) for distance, corruptions in significant.items()]
+    used_distance = longest_contiguous(results)
+    disputed_distances = []
+    for distance, corruptions in significant.items():
+        is_beyond = used_distance is None or distance > used_distance
+        if corruptions and is_beyond:
+            disputed_distances.append(distance)
 
     statements = []
     if used_distance is not None:

@@ -61,6 +61,8 @@ def run(context: AnalysisContext) -> dict[str, Any]:
     model, length = choose_model_and_length(context)
     tokens = torch.from_numpy(context.tokens[:length].astype("int64"))[None].to(context.target.device)
     ends = context.sample_ends(length)
+    # Each sample is read without corruption, with two corruptions that keep the length, and with a cut to about the
+    # training length.
     tokens_per_sample = 3 * length + context.trained_at
     context.meter.start(length * model.config.layers + len(ends) * tokens_per_sample)
 
@@ -86,11 +88,13 @@ def _measure_heads(layer: int, call: AttentionCall) -> list[dict[str, Any]]:
         layer: The index of the layer.
         call: The attention call of the layer, with the queries, keys and bias for the text.
     """
-    mass = mass_by_distance(call)
+    mass = mass_by_distance(call)  # the mean attention weight at each distance, for each head
     proven_windows = compute_proven_windows(call)
     rows = []
     for head in range(len(mass)):
+        # Only ALiBi and other linear biases have slopes.
         slope = float(call.bias.slopes[head]) if isinstance(call.bias, LinearBias) else None
+        proven_window = None if proven_windows is None else proven_windows[head]
         rows.append(
             {
                 "layer": layer,
@@ -98,7 +102,7 @@ def _measure_heads(layer: int, call: AttentionCall) -> list[dict[str, Any]]:
                 "slope": slope,
                 "mean_distance": mean_distance(mass[head]),
                 "window": window_for_share(mass[head], MASS),
-                "proven": None if proven_windows is None else proven_windows[head],
+                "proven": proven_window,
             }
         )
     return rows
@@ -158,9 +162,10 @@ def attention_weights(call: AttentionCall, rows: slice) -> Float[Tensor, "batch 
 
     Args:
         call: The queries, keys and bias of one layer.
-        rows: The queries.
+        rows: Which queries are computed. Each query is a row of the matrix of attention weights.
     """
     all_keys = slice(0, call.k.shape[2])
+    # With grouped-query attention, several query heads share a key head. The keys are repeated for each query head.
     k = call.k.repeat_interleave(call.heads_per_kv_head, dim=1).float()
     scores = call.q[:, :, rows].float() @ k.transpose(-1, -2) * call.softmax_scale
     bias = materialize_bias(call, rows, all_keys)
@@ -171,16 +176,20 @@ def attention_weights(call: AttentionCall, rows: slice) -> Float[Tensor, "batch 
 
 
 def mean_distance(mass: Float[Tensor, " distances"]) -> float:
-    """Return the mean distance, weighted with the attention mass at each distance."""
+    """Return the mean distance between queries and keys, weighted with the attention weights.
+
+    Args:
+        mass: The mean attention weight at each distance 0, 1, 2, ... of one head.
+    """
     distances = torch.arange(len(mass))
     return float((mass * distances).sum() / mass.sum())
 
 
 def window_for_share(mass: Float[Tensor, " distances"], share: float) -> int:
-    """Return the smallest window that contains a given share of the attention mass.
+    """Return the smallest window of nearest tokens that contains a given share of the attention weights.
 
     Args:
-        mass: The attention mass at each distance.
+        mass: The mean attention weight at each distance 0, 1, 2, ... of one head.
         share: The share, between 0 and 1.
 
     Returns:
@@ -192,6 +201,7 @@ def window_for_share(mass: Float[Tensor, " distances"], share: float) -> int:
     """
     cumulative_share = mass.cumsum(0) / mass.sum()
     is_reached = cumulative_share >= share - ROUNDING_TOLERANCE
+    # `argmax` returns the position of the first 1.
     first_reached_distance = int(is_reached.int().argmax())
     return first_reached_distance + 1
 
@@ -214,12 +224,16 @@ def compute_proven_windows(call: AttentionCall) -> list[int] | None:
         case LinearBias(slopes):
             windows = alibi.proven_windows(call.q, call.k, slopes, tolerance=tolerance, block=1)[0]
         case DecayBias(cumulative_decay):
+            # An upper bound on the score of any key without the bias, relative to the score of the query's own key.
             excess = alibi.max_excess(call.q, call.k)
             first_keys = decay.proven_first_keys(excess, cumulative_decay, tolerance)[0]
-            query_positions = torch.arange(call.k.shape[2])[-call.q.shape[2] :]
+            # The last query has the position of the last key.
+            num_queries = call.q.shape[2]
+            query_positions = torch.arange(call.k.shape[2])[-num_queries:]
             windows = query_positions - first_keys.cpu() + 1
         case _:
             return None
+    # Queries in the first half of the text have a short context and are left out.
     first_query = windows.shape[1] // 2
     return windows[:, first_query:].amax(dim=1).tolist()
 

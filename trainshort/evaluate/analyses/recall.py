@@ -70,8 +70,13 @@ def choose_distances(context: AnalysisContext) -> list[int]:
 
 
 def run(context: AnalysisContext) -> dict[str, Any]:
-    """Measure the gain of both tasks at each distance."""
+    """Measure for both tasks and each distance how much the loss falls if the sequence appeared before.
+
+    In a control sample, another sequence appeared before. The gain is the loss of the control samples minus the loss of
+    the samples with the sequence.
+    """
     distances = choose_distances(context)
+    # The model does not read the last token of a sample, because that token is only predicted.
     inputs_per_sample = sum(sample_length(context, distance) - 1 for distance in distances)
     num_scorings = 2 * len(RECALL_TASKS)  # with the sequence and with the control
     context.meter.start(num_scorings * context.samples * inputs_per_sample)
@@ -118,23 +123,25 @@ def make_samples(
         distance: The distance from the start of the sequence to the start of its repetition.
 
     Returns:
-        The samples with the sequence, and the control samples. A control sample has another sequence in the first
-        place. In the task "recall", only the value differs, and the cue is the same.
+        Two arrays of samples. A sample of the first array contains a sequence and later its repetition. A control
+        sample of the second array has another sequence instead of the first one. In the task "recall", the other
+        sequence has the same cue, so only its value differs.
     """
+    # The length of the task's name differs between the tasks, so each task draws other samples.
     rng = np.random.default_rng((context.seed, distance, len(task)))
     length = sample_length(context, distance)
     lead = context.trained_at // 2
     sequence_length = CUE + VALUE
-    first_place = slice(lead, lead + sequence_length)
+    first_sequence = slice(lead, lead + sequence_length)  # the positions of the first sequence in a sample
 
     starts = rng.integers(len(context.tokens) - length, size=context.samples)
     windows = context.windows_at(starts, length)
     sequences = _draw_sequences(context, task, rng)
-    windows[:, first_place] = sequences
+    windows[:, first_sequence] = sequences
     windows[:, -sequence_length:] = sequences
 
     control_windows = windows.copy()
-    control_windows[:, first_place] = _draw_sequences(context, task, rng)
+    control_windows[:, first_sequence] = _draw_sequences(context, task, rng)
     if task == "recall":
         control_windows[:, lead : lead + CUE] = sequences[:, :CUE]
     return windows, control_windows
@@ -143,7 +150,10 @@ def make_samples(
 def _draw_sequences(
     context: AnalysisContext, task: Task, rng: np.random.Generator
 ) -> Int[np.ndarray, "samples tokens"]:
-    """Draw a sequence of a cue and a value for each sample: text for "copy", random tokens for "recall"."""
+    """Draw a sequence for each sample: a piece of the text for "copy", and random tokens for "recall".
+
+    The first half of a sequence is the cue that the model reads. The second half is the value that the model predicts.
+    """
     sequence_length = CUE + VALUE
     if task == "copy":
         starts = rng.integers(len(context.tokens) - sequence_length, size=context.samples)
@@ -154,9 +164,12 @@ def _draw_sequences(
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Return for each task up to which distance the model solves it, with a verdict.
+    """Return a sentence that says for each task up to which distance the model solves the task.
 
-    The model solves a task at a distance if the gain is significant.
+    The model solves a task at a distance if the gain (the loss of the control minus the loss) is significant.
+
+    Args:
+        rows: The measurements of `run`.
     """
     statements = []
     for task in RECALL_TASKS:

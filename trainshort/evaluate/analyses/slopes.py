@@ -62,11 +62,11 @@ def run(context: AnalysisContext) -> dict[str, Any]:
     for variant in variants:
         for length in lengths:
             if variant == TRAINED:
-                override_context = nullcontext()
+                changed_slopes = nullcontext()  # The slopes do not change.
             else:
                 override = Override.parse("slopes", variant)
-                override_context = apply_override(model, override, context.trained_at, length)
-            with override_context:
+                changed_slopes = apply_override(model, override, context.trained_at, length)
+            with changed_slopes:
                 windows = context.sample_windows(ends, length)
                 losses[variant, length] = context.score(windows, num_scored)
 
@@ -97,17 +97,20 @@ def _make_row(
         losses: The losses of this variant at this length.
     """
     comparison = compare(losses, baseline_losses)
+    # The gain is the loss of the baseline minus the loss of this variant.
     return {
         "slopes": variant,
         "context": length,
         "loss": float(losses.mean()),
-        "gain": comparison["rise"],  # how much higher the loss of the baseline is
+        "gain": comparison["rise"],
         "interval": comparison["interval"],
     }
 
 
 def summary(rows: list[dict[str, Any]], shortest_length: int) -> str:
-    """Return the slopes with the largest significant gain at a longer context, with a verdict.
+    """Return a sentence that says which slopes gain most from a longer context, if any gain is significant.
+
+    The gain is the loss with the trained slopes at the shortest context, minus the loss of the measurement.
 
     Args:
         rows: The measurements of `run`.
