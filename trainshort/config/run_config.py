@@ -350,7 +350,7 @@ class TrainConfig(StrictConfig):
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """Under torchrun: replicate (ddp), shard (fsdp), or shard within a node and replicate across nodes (hsdp)."""
     tensorboard: bool = False
-    """Also write the metrics for TensorBoard into tensorboard/ in the run folder. Requires the `track` extra."""
+    """Also write the metrics for TensorBoard into tensorboard/ in the run folder. Requires the package tensorboard."""
 
     @model_validator(mode="after")
     def _check_micro_batch(self) -> Self:

@@ -311,7 +311,10 @@ def _split_from_name(path: Path, root: Path | None) -> str | None:
 
 
 def _detect_kind(path: Path) -> DocumentKind:
-    """Choose what becomes a document of a file. WikiText is recognized by an article title in its first three lines."""
+    """Return how a file is split into documents, for example one document per row.
+
+    A file of WikiText is recognized by an article title in its first three lines.
+    """
     if suffix(path) == ".jsonl":
         return "rows"
     if suffix(path) == ".parquet":

@@ -404,7 +404,14 @@ class _Masks:
         return bias[:, key_range.heads].to(self.dtype).masked_fill(~is_visible, -math.inf)
 
     def _decay_row_mask(self, key_range: KeyRange) -> tuple[Tensor, Tensor]:
-        """Return the mask c_edge − c_j with one row, and the shift c_i − c_edge of each query."""
+        """Return the decay bias of a range of queries and keys as the sum of two tensors.
+
+        The bias of query i and key j is c_i − c_j, where c is the cumulative log decay. The last key of the range (the
+        edge) splits the bias into two parts: (c_i − c_edge) + (c_edge − c_j).
+
+        Returns:
+            The part c_edge − c_j, which is the same for all queries, and the part c_i − c_edge of each query.
+        """
         assert isinstance(self.call.bias, DecayBias)
         query_start = self.call.query_start
         cumulative = self.call.bias.cumulative.double()[:, key_range.heads]

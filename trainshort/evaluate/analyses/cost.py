@@ -97,7 +97,7 @@ def _measure_row(context: AnalysisContext, config: ModelConfig, method: str, len
 def _find_usable_checkpoint(context: AnalysisContext, config: ModelConfig, method: str, length: int) -> str | None:
     """Return the checkpoint of the run if its weights can be used for a measurement, or None.
 
-    The weights can be used for the position method of the run, and if the model supports the length.
+    The weights can be used only if the run was trained with this position method and its model supports this length.
     """
     if not isinstance(context.target, RunTarget) or method != config.position:
         return None

@@ -129,7 +129,7 @@ def _belongs_to_scale(scale: Scale, name: str, position: str, seed: int) -> bool
     Args:
         scale: The scale.
         name: The run name, such as "alibi-128-0123abcd". The last part is a hash of all settings.
-        position: The position method of the run. It does not have to be a method of the paper.
+        position: The position method of the run, which may also be a plug-in.
         seed: The seed of the run.
     """
     # Computing a run name is slow. Therefore only variants with the same training length are compared.

@@ -79,7 +79,7 @@ def measure_costs(
 
 
 def _group_by_length(configs: dict[str, RunConfig]) -> dict[int, dict[str, RunConfig]]:
-    """Group the models that are interleaved with each other.
+    """Group models so that the models of one group can be timed in turns.
 
     Args:
         configs: The configs of the models, by run name.
