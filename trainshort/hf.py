@@ -206,7 +206,7 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
 def _make_segment_ids(
     attention_mask: Tensor | None, position_ids: Tensor | None, length: int
 ) -> Int[Tensor, "batch length"] | None:
-    """Return a segment id for each token, or None if all rows are one text without padding.
+    """Return a segment id for each token, or None if every row is a single text without padding.
 
     A new segment starts at every token whose position does not continue the position of the token before. Text has
     segment ids from 1 on, and padding has segment id 0.
@@ -218,7 +218,7 @@ def _make_segment_ids(
     """
     text_mask = _make_text_mask(attention_mask, length)
     if position_ids is None or position_ids.shape[1] < 2:
-        return text_mask
+        return text_mask  # The mask serves as segment ids: 1 for the text and 0 for padding.
     starts_segment = position_ids[:, 1:] != position_ids[:, :-1] + 1
     num_started = nn.functional.pad(starts_segment.cumsum(1), (1, 0))  # The first token starts no new segment.
     segment_ids = num_started + 1

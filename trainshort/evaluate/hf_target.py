@@ -313,12 +313,12 @@ def _load_model(source: str, precision: str) -> Any:
         if "trust_remote_code" in str(error):
             raise InputError(CUSTOM_CODE_MESSAGE.format(name=source, part="model")) from None
         if Path(source).is_dir():
-            location = "the folder"
+            problem = "The folder does not contain a causal language model"
         else:
-            location = f"there is no folder '{source}', and the Hugging Face Hub"
+            problem = "No folder and no causal language model on the Hugging Face Hub has this name"
         reason = first_sentence_of(error)
         raise InputError(
-            f"Cannot load '{source}': {location} does not contain a causal language model ({reason}). "
+            f"Cannot load '{source}'. {problem} ({reason}). "
             "Give a run folder, the folder of a saved model, or check the name and the network."
         ) from None
 

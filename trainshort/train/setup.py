@@ -121,7 +121,8 @@ def resolve_plugins(config: RunConfig, run: Path) -> RunConfig:
         run: The run folder, for error messages.
 
     Raises:
-        InputError: If a required plug-in is missing, or the position method or the attention backend is unknown.
+        InputError: If a plug-in of the model is missing, or the position method or the attention backend is unknown.
+            The plug-in of the corpus is required only while the data is not prepared.
     """
     plugins.require_plugins(config.plugins, str(run))
     # `get` raises InputError for unknown names.
@@ -136,7 +137,7 @@ def resolve_plugins(config: RunConfig, run: Path) -> RunConfig:
         if plugin not in model_plugins:
             records.append(PluginRecord(name=plugin.name, sha256=plugin.sha256, for_data=True))
 
-    # If the data is already prepared, the plug-in of the corpus may be missing. Its record is kept.
+    # If the data is already prepared, the plug-in of the corpus does not have to be loaded. Its old record is kept.
     recorded_names = {record.name for record in records}
     for record in config.plugins:
         if record.for_data and record.name not in recorded_names:

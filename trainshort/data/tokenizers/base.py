@@ -86,6 +86,7 @@ class Tokenizer(ABC):
             layout: The content of the tokenizer.json.
             library: The same tokenizer, loaded by the library `tokenizers`.
         """
+        # Subclasses override this method. By default, no file is recognized.
         return None
 
     @abstractmethod

@@ -184,7 +184,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def table(result: dict[str, Any]) -> Group:
     """Return the table of the gains for each task and each distance."""
-    title = f"Loss of {result['scored']} tokens that appeared before, after a cue of {result['cue']} tokens"
+    title = f"Loss of {result['scored']} repeated tokens that follow a cue of {result['cue']} tokens"
     rows_table = new_table("task", "distance", "loss", "control", "gain", "95 %")
     for row in result["rows"]:
         rows_table.add_row(

@@ -180,7 +180,11 @@ class CTranslate2(Runtime):
     def log_probabilities(
         self, tokens: list[int]
     ) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions vocab"]]:
-        """Return the log-probabilities of the next token at the last positions of an input."""
+        """Return the log-probabilities of the next token at the last positions of an input.
+
+        Returns:
+            The positions, and the log-probabilities of all tokens at each position.
+        """
         batch_logits = self.generator.forward_batch([tokens])
         logits = torch.from_numpy(np.array(batch_logits))[0]
         return last_log_probabilities(logits)

@@ -44,6 +44,7 @@ class LengthScaling(nn.Module):
             q: The queries.
             position_ids: The position of each query in its own document.
         """
+        # Rows with equal positions need only one factor per position. The shape is (1 or batch, 1 or heads, length, 1).
         factor = self.factor(collapse_equal_rows(position_ids))[..., None]
         compute_dtype = torch.promote_types(q.dtype, torch.float32)
         return (q.to(compute_dtype) * factor).to(q.dtype)
