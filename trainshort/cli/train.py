@@ -231,7 +231,7 @@ class Train:
         from trainshort.train.parallel import get_rank
         from trainshort.utils.terminal import StopRequest, perplexity
 
-        stop_request = StopRequest(last=True)
+        stop_request = StopRequest(process_ends=True)
         result = train(self.config, self.out, resume=self.resume, quiet=self.quiet, stop=stop_request)
         if get_rank() != 0:
             return  # Only rank 0 prints the summary.

@@ -164,16 +164,16 @@ class StopRequest:
     immediately. This is safe, because a checkpoint gets its final name only when it is complete.
 
     Args:
-        last: Whether the process ends after the block. If True, signals after the block are ignored, because
+        process_ends: Whether the process ends after the block. If True, signals after the block are ignored, because
             everything is saved.
 
     Attributes:
         number: The number of the first signal, or 0 if no signal has arrived.
     """
 
-    def __init__(self, *, last: bool = False) -> None:
+    def __init__(self, *, process_ends: bool = False) -> None:
         self.number = 0
-        self.last = last
+        self.process_ends = process_ends
         self._original_handlers: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -184,7 +184,7 @@ class StopRequest:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, original_handler in self._original_handlers.items():
-            handler = signal.SIG_IGN if self.last else original_handler
+            handler = signal.SIG_IGN if self.process_ends else original_handler
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
