@@ -48,8 +48,8 @@ class Registry(Generic[EntryT]):
         kind: What one entry is called in messages, for example "corpus".
         builtin: The built-in entries, in the order in which they are listed.
         required_methods: The names of methods that every registered entry must have.
-        on_register: The import path ("module:function") of a function. It is called with the name and the entry before
-            `register` adds the entry. The function raises `InputError` to reject the entry.
+        on_register: The import path ("module:function") of a function, or None. The function is called with the name
+            and the entry before `register` adds the entry. The function raises `InputError` to reject the entry.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Registry(Generic[EntryT]):
         self._builtin = dict(builtin or {})
         self._entries: dict[str, EntryT] = {}
         self.changes = 0
-        """How often an entry was added or removed. A cached result of the registry is valid only for the same number."""
+        """How often an entry was added or removed. A cached entry is valid only for the same number."""
 
     def register(self, name: str) -> Callable[[RegisteredT], RegisteredT]:
         """Return a decorator that adds a class, a function or an object to the registry.

@@ -72,7 +72,8 @@ def show_log_messages() -> Iterator[None]:
     """
     logger = logging.getLogger("trainshort")
     handler = _MessageHandler()
-    level, propagate = logger.level, logger.propagate
+    original_level = logger.level
+    original_propagate = logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False  # A handler of the root logger would print each message a second time.
@@ -80,8 +81,8 @@ def show_log_messages() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
+        logger.setLevel(original_level)
+        logger.propagate = original_propagate
 
 
 def show_spinner(description: str | None) -> AbstractContextManager[object]:
@@ -209,6 +210,7 @@ def join_words(words: list[str]) -> str:
 
 def perplexity(loss: float) -> float:
     """Return the perplexity, which is e to the power of the loss. The result is infinite if it exceeds a float."""
+    # e to the power of 710 is larger than the largest float.
     return math.exp(loss) if loss < 700 else math.inf
 
 

@@ -6,8 +6,8 @@
  *
  * P are the attention weights, and S are the scores. The gradient of a distance table is the sum of dS over each
  * diagonal. The gradient of the cumulative log decay is, for each token, the sum of its row of dS minus the sum of its
- * column. The sums of the rows are zero except for rounding errors. The sums are included, so that the result is exactly
- * the gradient of the computed scores, and rounding errors do not add up over the text.
+ * column. The sums of the rows are zero except for rounding errors. The sums are included, so that the result is
+ * exactly the gradient of the computed scores, and rounding errors do not add up over the text.
  *
  * A work item is a range of RANGE_KEYS keys of one key head. The item computes dK and dV of these keys, and processes
  * all queries that read one of the keys. Each item computes a part of dQ. The parts are added in the order of the key

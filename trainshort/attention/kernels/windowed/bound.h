@@ -277,8 +277,9 @@ static real assign_keys(const Call *c, Bound *bound, int64_t block, const real *
 
 /* Compute the tails at the boundary after a block from the tails at the boundary before the block.
  *
- * A tail is the logarithm of a sum of exponentials over the keys before a boundary. See the top of this file. All tails change by the bias across the block, and the keys of the block are added. Each step is rounded up by more
- * than its rounding error, so that the tails are upper bounds after any number of blocks. */
+ * A tail is the logarithm of a sum of exponentials over the keys before a boundary. See the top of this
+ * file. All tails change by the bias across the block, and the keys of the block are added. Each step is rounded up by
+ * more than its rounding error, so that the tails are upper bounds after any number of blocks. */
 static void advance_tails(const Bound *bound, const BlockKeys *keys, const real *before, real *after) {
     const int count = bound->key_centroids.count;
     const int cells = cell_count(bound);

@@ -70,7 +70,8 @@ static void add_decay_bias(const QueryTile *tile, real scale, const double *cumu
     }
 }
 
-/* Replace each dot product in `scores` by the score: scale * dot + bias. The keys are the `key_count` keys from `start` on. */
+/* Replace each dot product in `scores` by the score: scale * dot + bias. The keys are the `key_count` keys from `start`
+ * on. */
 static void add_bias(const QueryTile *tile, real scale, HeadBias bias, int64_t start, int key_count,
                      real *restrict scores) {
     if (bias.cumulative_decay) {
