@@ -47,9 +47,11 @@ def slopes(heads: int, max_bias: float = 8.0) -> Float[Tensor, " heads"]:
     # The largest power of two that is not larger than the number of heads.
     power_of_two = 2 ** int(math.log2(heads))
     first_slopes = _geometric_slopes(power_of_two, max_bias)
-    remaining_slopes = _geometric_slopes(2 * power_of_two, max_bias)[::2]
-    values = first_slopes + remaining_slopes
-    return torch.tensor(values[:heads], dtype=torch.float32)
+    # The slice [::2] selects every second slope, starting with the first slope.
+    additional_slopes = _geometric_slopes(2 * power_of_two, max_bias)[::2]
+    # There are more additional slopes than necessary, so the list is cut to the number of heads.
+    all_slopes = (first_slopes + additional_slopes)[:heads]
+    return torch.tensor(all_slopes, dtype=torch.float32)
 
 
 def _geometric_slopes(heads: int, max_bias: float) -> list[float]:
@@ -120,7 +122,9 @@ def mass_beyond(
     Returns:
         The upper bound. The bound can be larger than 1.
     """
-    return torch.exp(excess - slope * distance) / -torch.expm1(-slope)
+    # 1 - exp(-slope), computed without a loss of precision for small slopes.
+    one_minus_ratio = -torch.expm1(-slope)
+    return torch.exp(excess - slope * distance) / one_minus_ratio
 
 
 def window_for(
@@ -139,6 +143,8 @@ def window_for(
     """
     if tolerance <= 0:
         return torch.full_like(excess, math.inf)
+    # The bound is exp(excess - slope * w) / (1 - exp(-slope)). Solve bound = tolerance for the distance w.
+    # -expm1(-slope) is 1 - exp(-slope), computed without a loss of precision for small slopes.
     log_geometric_sum = -torch.log(-torch.expm1(-slope))
     window = torch.ceil((excess - math.log(tolerance) + log_geometric_sum) / slope)
     has_bound = torch.isfinite(window) & (slope > 0)
@@ -187,8 +193,9 @@ def proven_windows(
     window = window_for(max_excess(q, k, scale), slopes.double()[:, None], tolerance)
     # The minimum is 1, because every query reads its own key.
     window = window.clamp(1, k_len)
-    padding = -q.shape[2] % block
-    padded_window = F.pad(window, (0, padding), value=1)
+    # Queries are added such that all blocks are complete. Their window of 1 does not change the maximum of a block.
+    missing_queries = -q.shape[2] % block
+    padded_window = F.pad(window, (0, missing_queries), value=1)
     return padded_window.unflatten(2, (-1, block)).amax(-1).long()
 
 

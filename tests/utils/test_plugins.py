@@ -131,7 +131,7 @@ def test_model_with_method_of_plugin_generates_text(trained):
 
 def test_help_and_list_describe_the_method_of_plugin(trained):
     output = run_command(trained, "train", "demo-alibi", "--position", "kerple-log", "--help")
-    assert "how much a distance costs" in " ".join(output.split())
+    assert "Initial factor on the logarithm" in " ".join(output.split())
     assert "A penalty that grows with the logarithm of the distance" in run_command(trained, "list", "positions")
 
 

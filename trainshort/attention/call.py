@@ -239,6 +239,12 @@ class AttentionCall:
         """
         left_bias = None if self.bias is None else self.bias.values
         right_bias = None if self.bias is None else self.bias.right
+        left_bias_signature = None
+        if left_bias is not None:
+            left_bias_signature = (left_bias.shape, left_bias.dtype, left_bias.requires_grad)
+        right_bias_signature = None
+        if right_bias is not None:
+            right_bias_signature = (right_bias.shape, right_bias.dtype, right_bias.requires_grad)
         return (
             self.q.shape,
             self.k.shape,
@@ -249,7 +255,7 @@ class AttentionCall:
             self.k.requires_grad,
             self.v.requires_grad,
             type(self.bias),
-            None if left_bias is None else (left_bias.shape, left_bias.dtype, left_bias.requires_grad),
+            left_bias_signature,
             self.segment_ids is None,
             self.window,
             self.dropout_p,
@@ -257,8 +263,8 @@ class AttentionCall:
             self.tolerance,
             self.scale,
             self.causal,
-            None if right_bias is None else (right_bias.shape, right_bias.dtype, right_bias.requires_grad),
-            None if self.causal else self.has_split_segments,
+            right_bias_signature,
+            self.has_split_segments,  # always False for causal calls
         )
 
     @property
@@ -275,7 +281,8 @@ class AttentionCall:
         can_read_values = self.segment_ids.device.type == "cpu" and active_tracer() is None
         if not can_read_values:
             return False
-        # A segment is split if the row has more changes from one segment to another than the sorted row.
+        # Sorting joins the parts of each segment. A sequence has a split segment if its segment changes more often
+        # before the sorting than after the sorting.
         changes = _count_segment_changes(self.segment_ids)
         changes_if_sorted = _count_segment_changes(self.segment_ids.sort(dim=1).values)
         return bool((changes > changes_if_sorted).any())

@@ -87,11 +87,14 @@ def proven_first_keys(
     if tolerance <= 0:
         return torch.zeros_like(excess, dtype=torch.int64)
 
-    # A query may skip the keys before w if E_w is at most this limit. E_w grows with w.
+    # A query may skip the keys before w if E_w (see `log_mass_before`) is at most this limit.
     query_cumulative = cumulative.double()[..., query_start:]
     limit = math.log(tolerance) - excess - query_cumulative
-    first_keys = torch.searchsorted(log_mass_before(cumulative), limit.contiguous(), right=True) - 1
-    first_keys = torch.where(limit.isfinite(), first_keys, 0).clamp(min=0)
+    # E_w grows with w, so `searchsorted` returns the number of positions w that satisfy the condition, starting with 0.
+    # The largest of these positions is the first key.
+    log_mass = log_mass_before(cumulative)
+    allowed_count = torch.searchsorted(log_mass, limit.contiguous(), right=True)
+    first_keys = torch.where(limit.isfinite(), allowed_count - 1, 0).clamp(min=0)
 
     # Every query reads its own key.
     query_positions = torch.arange(query_start, k_len, device=cumulative.device)

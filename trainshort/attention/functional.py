@@ -467,7 +467,7 @@ def _cast_for_autocast(*tensors: Tensor) -> list[Tensor]:
 def _padding_to_segment_ids(
     mask: Tensor, segment_ids: Tensor | None, expected_shape: tuple[int, int]
 ) -> Int[Tensor, "batch k_len"]:
-    """Return segment ids in which each run of padding is a segment of its own.
+    """Return segment ids in which each run of padding (consecutive padding keys) is a segment of its own.
 
     Tokens do not see padding, distances between tokens stay the same, and every query sees at least one key.
 
@@ -493,13 +493,15 @@ def _padding_to_segment_ids(
             f"(batch, k_len) = {expected_shape}, got {mask.dtype} of shape {tuple(mask.shape)}. "
             "If the mask is 1 for tokens, pass `mask == 0`."
         )
+    # A run of padding starts at each padding key that does not follow another padding key.
     starts_run = mask.clone()
     starts_run[:, 1:] &= ~mask[:, :-1]
     run_number = starts_run.cumsum(1)  # The first run of padding has the number 1.
     if segment_ids is None:
-        return torch.where(mask, run_number, 0)
-    # The ids of the padding are smaller than all other ids.
-    return torch.where(mask, segment_ids.amin() - run_number, segment_ids)
+        return torch.where(mask, run_number, 0)  # All tokens belong to segment 0.
+    # The padding gets ids that are smaller than all ids of the tokens.
+    padding_ids = segment_ids.amin() - run_number
+    return torch.where(mask, padding_ids, segment_ids)
 
 
 def attend_in_blocks(

@@ -338,7 +338,7 @@ class Convert:
         from trainshort.utils.terminal import StopRequest
 
         original_model, config = self._prepare_run_folder()
-        stop_request = StopRequest(last=True)
+        stop_request = StopRequest(process_ends=True)
         converted = RunTarget(self.out)
         text = open_text(converted, (), "valid", self.max_tokens)
         evaluator = ConversionEvaluator(self.out, text, config.train.length)

@@ -246,7 +246,9 @@ class Train:
         from trainshort.train.parallel import get_rank
         from trainshort.utils.terminal import StopRequest, perplexity
 
-        stop_request = StopRequest(last=True)  # Records Ctrl-C, so that the run is saved before the process ends.
+        stop_request = StopRequest(
+            process_ends=True
+        )  # Records Ctrl-C, so that the run is saved before the process ends.
         result = train(self.config, self.out, resume=self.resume, quiet=self.quiet, stop=stop_request)
         if get_rank() != 0:
             return  # Only rank 0 prints the summary.

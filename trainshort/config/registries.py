@@ -52,7 +52,7 @@ positions: "Registry[type[PositionMethod]]" = Registry(
 
 backends: "Registry[Backend]" = Registry(
     "attention backend",
-    needs=("unsupported_reason", "run"),
+    required_methods=("unsupported_reason", "run"),
     builtin={
         "reference": (
             "trainshort.attention.backends.reference:REFERENCE",
@@ -86,7 +86,7 @@ backends: "Registry[Backend]" = Registry(
 
 corpora: "Registry[Callable[[], Corpus]]" = Registry(
     "corpus",
-    needs=("__call__",),
+    required_methods=("__call__",),
     builtin={
         "sotu": (
             "trainshort.data.corpora:sotu",
@@ -117,7 +117,7 @@ corpora: "Registry[Callable[[], Corpus]]" = Registry(
 
 tokenizers: "Registry[type[Tokenizer]]" = Registry(
     "tokenizer",
-    needs=("build", "encode", "decode", "decoder", "to_json"),
+    required_methods=("build", "encode", "decode", "decoder", "to_json"),
     builtin={
         "bpe": (
             "trainshort.data.tokenizers.builtin:BytePairTokenizer",
@@ -173,7 +173,7 @@ presets: "Registry[Callable[[], ModelConfig]]" = Registry(
 
 analyses: "Registry[Analysis]" = Registry(
     "analysis",
-    needs=("run", "table"),
+    required_methods=("run", "table"),
     builtin={
         "far-context": (
             "trainshort.evaluate.analyses.far_context:FAR_CONTEXT",

@@ -128,18 +128,26 @@ def round_ticks(low: float, high: float) -> list[float]:
         The ticks from 67 to 110 are 70, 80, 90, 100, 110 and 120. The ticks from 18 to 400 are 20, 50, 100 and 200.
     """
     if high > 4 * low:
-        candidates = [factor * 10.0**exponent for exponent in range(-3, 7) for factor in (1, 2, 5)]
+        # The candidates range from 0.001 to 5 million.
+        candidates = []
+        for exponent in range(-3, 7):
+            candidates += [factor * 10.0**exponent for factor in (1, 2, 5)]
     else:
         step = _round_step(low, high)
-        first = max(1, int(low / step))
-        last = int(high / step) + 1
-        candidates = [round(multiple * step, 10) for multiple in range(first, last + 1)]
+        first_multiple = max(1, int(low / step))
+        last_multiple = int(high / step) + 1
+        # `round` removes rounding errors such as 0.30000000000000004.
+        candidates = [round(multiple * step, 10) for multiple in range(first_multiple, last_multiple + 1)]
+    # Ticks slightly outside of the range are allowed, so that the axis has a label near each end.
     return [tick for tick in candidates if 0.9 * low <= tick <= 1.1 * high]
 
 
 def _round_step(low: float, high: float) -> float:
     """Return a step of 1, 2 or 5 times a power of ten that divides the range into at most five parts."""
-    min_step = (high - low) / 5 or low / 10
+    if high > low:
+        min_step = (high - low) / 5
+    else:
+        min_step = low / 10  # The range is empty, so any small step is suitable.
     power_of_ten = 10.0 ** math.floor(math.log10(min_step))
     for factor in (1, 2, 5):
         if factor * power_of_ten >= min_step:
@@ -159,9 +167,10 @@ def choose_log_ticks(figure: Figure, axis: Literal["x", "y", "right"]) -> list[f
     """
     values: list[float] = []
     for series in figure.series:
+        series_axis = "right" if series.uses_right_axis else "y"
         if axis == "x":
             values += [x for x in series.x if not isinstance(x, str)]
-        elif series.uses_right_axis == (axis == "right"):
+        elif axis == series_axis:
             values += [*series.y, *series.low, *series.high]
     positive_values = [value for value in values if math.isfinite(value) and value > 0]
     if not positive_values:
@@ -180,7 +189,10 @@ def thin_ticks(positions: Sequence[float], max_ticks: int = 10) -> tuple[tuple[f
     Returns:
         The position and the label of each tick.
     """
-    log_range = math.log(max(positions) / min(positions)) or 1.0
+    log_range = math.log(max(positions) / min(positions))
+    if log_range == 0:
+        log_range = 1.0  # All positions are equal. Any positive distance then selects one tick.
+    # 0.99 keeps ticks whose distance is too small only because of rounding errors.
     min_distance = 0.99 * log_range / (max_ticks - 1)
     ticks: list[float] = []
     for position in sorted(positions):
@@ -195,15 +207,17 @@ def thin_ticks(positions: Sequence[float], max_ticks: int = 10) -> tuple[tuple[f
 def method_color(method: str) -> str:
     """Return the color of a position method.
 
-    The methods of the paper have fixed colors. The color of any other method is computed from a hash of its name, so it
-    is the same in all figures. The hash is repeated until the color differs clearly from the fixed colors.
+    The methods of the paper have fixed colors. The color of any other method is computed from a hash of its name, so
+    the method has the same color in all figures. The hash is hashed again until the color differs clearly from the
+    fixed colors.
     """
     if method in COLORS:
         return COLORS[method]
     digest = hashlib.sha256(method.encode()).digest()
     while True:
         color = _color_from_digest(digest)
-        distances = [math.dist(to_lab(color), to_lab(fixed_color)) for fixed_color in COLORS.values()]
+        lab_color = to_lab(color)
+        distances = [math.dist(lab_color, to_lab(fixed_color)) for fixed_color in COLORS.values()]
         if min(distances) >= MIN_COLOR_DISTANCE:
             return color
         digest = hashlib.sha256(digest).digest()
@@ -211,15 +225,20 @@ def method_color(method: str) -> str:
 
 def _color_from_digest(digest: bytes) -> str:
     """Return a color whose hue and lightness depend on the first bytes of a hash."""
-    hue = int.from_bytes(digest[:2]) / 65_536
+    hue = int.from_bytes(digest[:2]) / 65_536  # from 0 to 1
+    # With a medium lightness, the color is readable on white and on black backgrounds.
     lightness = 0.40 + 0.15 * digest[2] / 255
-    red_green_blue = colorsys.hls_to_rgb(hue, lightness, 0.55)
+    saturation = 0.55
+    red_green_blue = colorsys.hls_to_rgb(hue, lightness, saturation)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in red_green_blue)
 
 
 def to_lab(color: str) -> tuple[float, float, float]:
     """Convert a color such as "#2f7ed8" to CIE L*a*b*. Equal distances in this space look equally different."""
-    linear_rgb = [(int(color[start : start + 2], 16) / 255) ** 2.2 for start in (1, 3, 5)]
+    linear_rgb = []
+    for start in (1, 3, 5):  # The digits of red, green and blue follow the character "#".
+        channel = int(color[start : start + 2], 16) / 255
+        linear_rgb.append(channel**2.2)  # 2.2 is the approximate gamma of sRGB.
     cube_roots = []
     for row in RGB_TO_XYZ:
         coordinate = sum(weight * channel for weight, channel in zip(row, linear_rgb, strict=True))
@@ -299,8 +318,8 @@ def draw_figures(figures: Sequence[Figure], path: Path, size: tuple[float, float
 
     style: Any = {"font.size": 10, "axes.spines.top": False, "svg.fonttype": "none", "text.parse_math": False}
     with plt.rc_context(style):
-        canvas, panels = plt.subplots(1, len(figures), figsize=size, layout="constrained", squeeze=False)
-        for axes, figure in zip(panels[0], figures, strict=True):
+        canvas, axes_grid = plt.subplots(1, len(figures), figsize=size, layout="constrained", squeeze=False)
+        for axes, figure in zip(axes_grid[0], figures, strict=True):
             _draw_figure(axes, figure)
         # The layout is computed once, and not again for each file.
         canvas.draw_without_rendering()
@@ -346,6 +365,7 @@ def _draw_lines(axes: "Axes", figure: Figure) -> None:
     _format_axes(axes, right_axes, figure)
     for x, label in figure.vertical_lines:
         axes.axvline(x, color=MARK, linestyle="--", linewidth=1)
+        # The label is 4 points to the right of the line and 2 points below the upper end of the line.
         label_style = {
             "xycoords": ("data", "axes fraction"),
             "xytext": (4, -2),
@@ -353,6 +373,7 @@ def _draw_lines(axes: "Axes", figure: Figure) -> None:
             "va": "top",
         }
         axes.annotate(label, (x, 1.0), fontsize=9, color=MARK, **label_style)
+    # A missing point is shown as a cross near the upper end of the figure, with the reason below the cross.
     for x, color, reason in figure.missing_points:
         axes.plot([x], [0.96], "x", color=color, transform=axes.get_xaxis_transform())
         axes.annotate(reason, (x, 0.92), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize=8)
@@ -401,6 +422,7 @@ def _format_axes(axes: "Axes", right_axes: "Axes | None", figure: Figure) -> Non
         axes.set_xscale("log", base=2)
         _use_plain_numbers(axes.xaxis, choose_log_ticks(figure, "x"))
     if figure.ticks:
+        # plotly uses <br> for a new line.
         positions = [position for position, _ in figure.ticks]
         labels = [label.replace("<br>", "\n") for _, label in figure.ticks]
         axes.set_xticks(positions, labels)

@@ -115,7 +115,7 @@ def open_file(path: Path, *, hint: str = RESTORE_HINT) -> BufferedReader:
         InputError: If `path` is not a regular file, or cannot be opened.
     """
     try:
-        # `exists` is read first. If another process creates the file meanwhile, it is opened or counts as missing.
+        # Another process may create the file between the two checks. The file is then opened, or it counts as missing.
         exists = os.path.lexists(path)
         # A named pipe must not be opened, because opening it waits until another process writes to the pipe.
         if path.is_file():
@@ -160,7 +160,7 @@ def read_text(path: Path, *, hint: str = RESTORE_HINT, limit: int = MAX_FILE_BYT
 
 
 def read_json(path: Path, *, hint: str = RESTORE_HINT) -> Any:
-    """Return the value that a JSON file holds."""
+    """Return the value in a JSON file. `InputError` is raised if the file cannot be read or is not valid JSON."""
     return parse_json(read_text(path, hint=hint), str(path), hint=hint)
 
 
@@ -278,12 +278,13 @@ def make_folder(path: Path, *, hint: str = OTHER_PATH_HINT) -> Path:
         is_writable = os.access(path, os.W_OK | os.X_OK)
         if not is_writable:
             is_read_only_disk = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-            raise OSError(errno.EROFS if is_read_only_disk else errno.EACCES, "")
+            error_number = errno.EROFS if is_read_only_disk else errno.EACCES
+            raise OSError(error_number, "")  # The last `except` clause below reports the error.
     except FileExistsError as error:
         is_broken_link = path.is_symlink() and not path.exists()
         kind = "broken symbolic link" if is_broken_link else "file"
-        # The file can also be a parent of `path`.
-        file_path = path if error.filename is None else error.filename
+        # The file may be at the path of a parent folder.
+        file_path = error.filename or path
         raise InputError(f"Expected a folder at {file_path}, found a {kind}. {hint}") from None
     except (OSError, ValueError) as error:
         raise _folder_error(path, error, hint) from None
@@ -293,6 +294,7 @@ def make_folder(path: Path, *, hint: str = OTHER_PATH_HINT) -> Path:
 @contextmanager
 def remove_empty_folders(path: Path) -> Iterator[None]:
     """Context manager: remove the folders that the block created at `path` or above, if they are still empty."""
+    # The list starts with the innermost folder, so that each folder is empty when its turn comes.
     missing_folders = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
         yield

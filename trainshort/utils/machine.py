@@ -65,7 +65,9 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
         process = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return process.stdout.strip() if process.returncode == 0 else None
+    if process.returncode != 0:
+        return None
+    return process.stdout.strip()
 
 
 def _find_commit() -> str | None:
@@ -246,9 +248,10 @@ def _read_cgroup_limits() -> list[tuple[int, int]]:
     for line in _read_lines(_CGROUPS_OF_PROCESS):
         # A line has the form "hierarchy-ID:controllers:path". The controllers are empty for version 2.
         _, controllers, group_path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        is_version_1 = controllers != ""
+        if is_version_1 and "memory" not in controllers.split(","):
             continue
-        if controllers:
+        if is_version_1:
             root = _CGROUP_ROOT / "memory"
             limit_file = "memory.limit_in_bytes"
             usage_file = "memory.usage_in_bytes"
@@ -272,13 +275,14 @@ def _read_cgroup_limits() -> list[tuple[int, int]]:
 
 def _reclaimable_bytes(group: Path) -> int:
     """Return the size of the file cache of a control group that the system frees when memory is needed."""
-    counts = {}
+    sizes = {}
     for line in _read_lines(group / "memory.stat"):
-        name, count = line.split()
-        counts[name] = int(count)
-    if "total_inactive_file" in counts:
-        return counts["total_inactive_file"]
-    return counts.get("inactive_file", 0)
+        name, size = line.split()
+        sizes[name] = int(size)
+    # Only version 1 of cgroups has this value. It includes the groups below this group.
+    if "total_inactive_file" in sizes:
+        return sizes["total_inactive_file"]
+    return sizes.get("inactive_file", 0)
 
 
 def resident_memory() -> int:

@@ -61,7 +61,14 @@ _loading: list[Plugin] = []
 
 
 def record_registration(registry: "Registry[Any]", name: str) -> None:
-    """Record that the plug-in whose code is being executed registered an entry. Otherwise do nothing."""
+    """Record that a plug-in registered an entry.
+
+    The plug-in is the one whose code is being executed. If no plug-in is being executed, nothing is recorded.
+
+    Args:
+        registry: The registry of the entry.
+        name: The name of the entry.
+    """
     if _loading:
         _loading[-1].entries.append((registry, name))
 
@@ -170,7 +177,11 @@ def load_plugin(path: Path) -> Plugin:
 
 
 def _load_installed_plugin(entry_point: "EntryPoint") -> None:
-    """Import the module of an entry point. `InputError` is raised if the import fails."""
+    """Import the module of an entry point, and record it as a plug-in with the SHA-256 of its source code.
+
+    Raises:
+        InputError: If the import fails.
+    """
     source_path = _find_source(entry_point.module)
     if source_path is None:
         source_files = []
@@ -240,11 +251,16 @@ def _execute(key: str, plugin: Plugin, description: str, execute: Callable[[], o
 def _describe_line(error: BaseException, plugin: Plugin) -> str | None:
     """Return the line of a plug-in's code in which an error was raised, such as " (line 12)".
 
-    Returns:
-        None if the error was not raised in the code of the plug-in, or if its message already names the line.
+    The result is None if the error was not raised in the code of the plug-in. The result is also None for a syntax
+    error, because its message already names the line.
+
+    Args:
+        error: The error.
+        plugin: The plug-in.
     """
     if not plugin.source_path or isinstance(error, SyntaxError):
         return None
+    # The last frame of the plug-in in the traceback is the one closest to the error.
     last_line = None
     for frame in traceback.extract_tb(error.__traceback__):
         is_plugin_file = frame.filename == plugin.source_path
@@ -272,12 +288,11 @@ def plugin_errors(*names: tuple[str, str]) -> Iterator[None]:
         for kind, name in names:
             for plugin in plugins_of([(kind, name)]):
                 line = _describe_line(error, plugin)
-                if line is None and not isinstance(error, TypeError | AttributeError):
+                is_call_error = isinstance(error, TypeError | AttributeError)
+                if line is None and not is_call_error:
                     continue
-                message = str(error).rstrip(".")
-                raise InputError(
-                    f"The {kind} '{name}' of {plugin.name} failed: {type(error).__name__}: {message}{line or ''}."
-                ) from error
+                cause = f"{type(error).__name__}: {str(error).rstrip('.')}{line or ''}"
+                raise InputError(f"The {kind} '{name}' of {plugin.name} failed: {cause}.") from error
         raise
 
 
@@ -309,12 +324,14 @@ def require_plugins(records: "Iterable[PluginRecord]", owner: str) -> None:
     Raises:
         InputError: If a plug-in is not loaded, or if its code has changed.
     """
-    required = [record for record in records if not record.for_data]
-    for record in required:
+    required_records = [record for record in records if not record.for_data]
+    for record in required_records:
         load_plugins()
         loaded_digests = {plugin.sha256 for plugin in _loaded.values()}
         if record.sha256 in loaded_digests:
             continue
+
+        # The plug-in may be loaded with other code.
         for plugin in _loaded.values():
             if plugin.name == record.name:
                 raise InputError(
@@ -322,6 +339,7 @@ def require_plugins(records: "Iterable[PluginRecord]", owner: str) -> None:
                     f"{record.sha256[:12]}..., got {plugin.sha256[:12]}.... Give the version that the run was trained "
                     "with. If the change does not matter, write the new sha256 into the config.json of the run."
                 )
+
         if record.name.endswith(".py"):
             advice = f"Give {PLUGIN_OPTION} path/to/{record.name}, or install the package that contains it."
         else:

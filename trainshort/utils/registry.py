@@ -47,27 +47,36 @@ class Registry(Generic[EntryT]):
     Args:
         kind: What one entry is called in messages, for example "corpus".
         builtin: The built-in entries, in the order in which they are listed.
-        needs: Methods that every registered entry must have.
-        on_register: The place ("module:function") of a function that is called with the name and the entry before
-            `register` adds the entry. The function raises `InputError` to refuse the entry.
+        required_methods: The names of methods that every registered entry must have.
+        on_register: The import path ("module:function") of a function, or None. The function is called with the name
+            and the entry before `register` adds the entry. The function raises `InputError` to reject the entry.
     """
 
     def __init__(
-        self, kind: str, *, builtin: Builtin | None = None, needs: tuple[str, ...] = (), on_register: str | None = None
+        self,
+        kind: str,
+        *,
+        builtin: Builtin | None = None,
+        required_methods: tuple[str, ...] = (),
+        on_register: str | None = None,
     ) -> None:
         self.kind = kind
-        self.needs = needs
+        self.required_methods = required_methods
         self.on_register = on_register
         self._builtin = dict(builtin or {})
         self._entries: dict[str, EntryT] = {}
         self.changes = 0
-        """How often an entry was added or removed. Caches of what a registry answered depend on this number."""
+        """How often an entry was added or removed. A cached entry is valid only for the same number."""
 
     def register(self, name: str) -> Callable[[RegisteredT], RegisteredT]:
-        """Return a decorator that adds a class, function or object under `name`.
+        """Return a decorator that adds a class, a function or an object to the registry.
+
+        Args:
+            name: The name of the entry.
 
         Raises:
-            InputError: If the name is taken, or the entry lacks a method of `needs`.
+            InputError: If the name is already registered, or if the entry lacks a required method. The error is raised
+                when the decorator is called.
         """
 
         def add(entry: RegisteredT) -> RegisteredT:
@@ -80,37 +89,44 @@ class Registry(Generic[EntryT]):
         return add
 
     def add(self, name: str, entry: EntryT) -> None:
-        """Add an entry that belongs to this package. Plug-ins use `register` instead."""
+        """Add an entry. Plug-ins use the decorator `register` instead, which also records the plug-in.
+
+        Raises:
+            InputError: If the name is already registered, or if the entry lacks a required method.
+        """
         if name in self._builtin or name in self._entries:
             raise InputError(f"{self.kind} '{name}' is already registered; choose another name.")
-        missing = [method for method in self.needs if not callable(getattr(entry, method, None))]
-        if missing:
-            methods = " and ".join(f"{method}()" for method in missing)
+        missing_methods = []
+        for method in self.required_methods:
+            if not callable(getattr(entry, method, None)):
+                missing_methods.append(f"{method}()")
+        if missing_methods:
+            methods = " and ".join(missing_methods)
             raise InputError(f"{self.kind} '{name}' lacks {methods}.")
         self._entries[name] = entry
         self.changes += 1
 
     def remove(self, name: str) -> None:
-        """Remove an entry of a plug-in that failed after it had registered the entry."""
+        """Remove an entry that was added. This method is used if a plug-in fails after it has registered the entry."""
         del self._entries[name]
         self.changes += 1
 
     def get(self, name: str) -> EntryT:
-        """Return the entry called `name`. The module of a built-in entry is imported on first use.
+        """Return the entry with a name. The module of a built-in entry is imported on first use.
 
         Raises:
-            InputError: If there is no such entry.
+            InputError: If no entry has this name. The message suggests a similar name.
         """
         if name not in self:
             names = self.names()
+            # The message lists at most `MAX_SUGGESTIONS` names.
             known_names = ", ".join(names[:MAX_SUGGESTIONS])
             if len(names) > MAX_SUGGESTIONS:
                 known_names += f" and {len(names) - MAX_SUGGESTIONS} more"
             raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known_names}.")
         if name not in self._entries:
-            # A built-in entry is used for the first time. Its place has the form "package.module:object".
-            place, _ = self._builtin[name]
-            self._entries[name] = _import_object(place)
+            import_path, _ = self._builtin[name]
+            self._entries[name] = _import_object(import_path)
         return self._entries[name]
 
     def describe(self, name: str) -> str:
@@ -120,9 +136,9 @@ class Registry(Generic[EntryT]):
         return _first_line(self.get(name))
 
     def names(self) -> list[str]:
-        """Return all names: the built-in ones in the order of the table, then those that were added."""
-        added = [name for name in self._entries if name not in self._builtin]
-        return [*self._builtin, *added]
+        """Return all names. The built-in entries come first, and the entries that were added later follow."""
+        added_names = [name for name in self._entries if name not in self._builtin]
+        return [*self._builtin, *added_names]
 
     def items(self) -> Iterator[tuple[str, EntryT]]:
         """Return all names with their entries. The modules of all built-in entries are imported."""
@@ -134,20 +150,25 @@ class Registry(Generic[EntryT]):
             self.get(name)
 
     def __contains__(self, name: object) -> bool:
+        """Return whether an entry has this name. Unknown names load the plug-ins, which may register the name."""
         if name in self._builtin or name in self._entries:
             return True
         plugins.load_plugins()
         return name in self._entries
 
 
-def _import_object(place: str) -> Any:
-    """Import an object: `_import_object("math:pi")` returns 3.14159..."""
-    module_name, _, attribute = place.partition(":")
-    return getattr(import_module(module_name), attribute)
+def _import_object(import_path: str) -> Any:
+    """Import an object from a path "module:name". For example, `_import_object("math:pi")` returns 3.14159..."""
+    module_name, _, object_name = import_path.partition(":")
+    return getattr(import_module(module_name), object_name)
 
 
 def _first_line(entry: object) -> str:
-    """Return the description that an entry has as an attribute, or else the first line of its docstring."""
+    """Return the first line of an entry's description.
+
+    The description is the first of the attributes `summary`, `question`, `statement` and `name` that is a string. An
+    entry without these attributes is described by its docstring.
+    """
     description = entry.__doc__ or ""
     for attribute in ("summary", "question", "statement", "name"):
         value = getattr(entry, attribute, None)

@@ -72,8 +72,8 @@ def show_log_messages() -> Iterator[None]:
     """
     logger = logging.getLogger("trainshort")
     handler = _MessageHandler()
-    level = logger.level
-    propagate = logger.propagate
+    original_level = logger.level
+    original_propagate = logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False  # A handler of the root logger would print each message a second time.
@@ -81,8 +81,8 @@ def show_log_messages() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
+        logger.setLevel(original_level)
+        logger.propagate = original_propagate
 
 
 def show_spinner(description: str | None) -> AbstractContextManager[object]:
@@ -165,16 +165,16 @@ class StopRequest:
     immediately. This is safe, because a checkpoint gets its final name only when it is complete.
 
     Args:
-        last: Whether the process ends after the block. If True, signals after the block are ignored, because
+        process_ends: Whether the process ends after the block. If True, signals after the block are ignored, because
             everything is saved.
 
     Attributes:
         number: The number of the first signal, or 0 if no signal has arrived.
     """
 
-    def __init__(self, *, last: bool = False) -> None:
+    def __init__(self, *, process_ends: bool = False) -> None:
         self.number = 0
-        self.last = last
+        self.process_ends = process_ends
         self._original_handlers: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -185,7 +185,7 @@ class StopRequest:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, original_handler in self._original_handlers.items():
-            handler = signal.SIG_IGN if self.last else original_handler
+            handler = signal.SIG_IGN if self.process_ends else original_handler
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
@@ -210,6 +210,7 @@ def join_words(words: list[str]) -> str:
 
 def perplexity(loss: float) -> float:
     """Return the perplexity, which is e to the power of the loss. The result is infinite if it exceeds a float."""
+    # e to the power of 710 is larger than the largest float.
     return math.exp(loss) if loss < 700 else math.inf
 
 

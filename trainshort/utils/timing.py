@@ -42,17 +42,17 @@ class Timing:
 
     def ratio_to(self, baseline: "Timing") -> Measure:
         """Return the median ratio of this time to the time of a baseline in the same round."""
-        ratios = [seconds / reference for seconds, reference in self._pair_with(baseline)]
+        ratios = [seconds / baseline_seconds for seconds, baseline_seconds in self._pair_with(baseline)]
         return median_of(ratios, RATIO, "lower")
 
     def speed_ratio_to(self, baseline: "Timing") -> Measure:
         """Return the median ratio of this speed to the speed of a baseline in the same round."""
-        ratios = [reference / seconds for seconds, reference in self._pair_with(baseline)]
+        ratios = [baseline_seconds / seconds for seconds, baseline_seconds in self._pair_with(baseline)]
         return median_of(ratios, RATIO, "higher")
 
     def speed_percent_of(self, baseline: "Timing") -> Measure:
         """Return this speed in percent of the speed of a baseline in the same round (median over the rounds)."""
-        percentages = [100 * reference / seconds for seconds, reference in self._pair_with(baseline)]
+        percentages = [100 * baseline_seconds / seconds for seconds, baseline_seconds in self._pair_with(baseline)]
         return median_of(percentages, "%", "higher")
 
     @property

@@ -97,6 +97,9 @@ def left_call(call: AttentionCall) -> AttentionCall:
 def right_call(call: AttentionCall) -> RightCall | None:
     """Return the causal call for the keys after each query, on the reversed text.
 
+    Every distance in the reversed text is one less than the distance in the original text. The shift corrects the
+    log-sum-exp for this difference.
+
     Args:
         call: The arguments of the call without a causal mask.
 
@@ -246,7 +249,7 @@ def backward(
     right = right_call(call)
     if right is not None:
         right_lse = lse[:, :, :-1] - right.shift
-        # With this log-sum-exp, the weights of all keys are 0 for queries that see nothing on the right.
+        # A query at the end of a segment sees no key on the right. With a very large log-sum-exp, its weights are 0.
         right_lse = right_lse.masked_fill(_ends_segment(call), MASKING_SLOPE)
         right_grads = causal_backward(
             right.call,

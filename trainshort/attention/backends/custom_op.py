@@ -181,7 +181,7 @@ def _causal_backward(
     grad_v = _empty_like_contiguous(call.v)
     q, k, v, grad_out = (contiguous_rows(x) for x in (call.q, call.k, call.v, grad_out))
 
-    # The gradient of q is a sum over ranges of keys, so the sum needs at least float32.
+    # The gradient of q is a sum over ranges of keys, so the sum is computed in float32 or float64.
     if q.dtype == accumulation_dtype(q):
         total_grad_q = grad_q.zero_()
     else:

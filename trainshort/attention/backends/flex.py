@@ -217,14 +217,14 @@ def proven_block_mask(call: AttentionCall) -> BlockMask:
     first_block = first_key.clamp(min=0) // FLEX_BLOCK_SIZE
     end_block = (end_key + FLEX_BLOCK_SIZE - 1) // FLEX_BLOCK_SIZE
 
-    # The full blocks come first, and the masked blocks follow.
+    # Each query block first reads its full blocks. Its masked blocks, in which some keys are hidden, follow.
     if call.window is not None or call.segment_ids is not None:
-        first_masked_block = first_block
+        first_masked_block = first_block  # All blocks are masked.
     elif call.causal:
         # Only the blocks on the diagonal contain keys that some queries of the block do not see.
         first_masked_block = torch.maximum(first_block, (starts + 1) // FLEX_BLOCK_SIZE)
     else:
-        first_masked_block = end_block
+        first_masked_block = end_block  # No block is masked.
 
     masked_count, masked_indices = _block_indices(first_masked_block, end_block, k_len)
     full_count, full_indices = _block_indices(first_block, first_masked_block, k_len)
@@ -242,8 +242,9 @@ def proven_block_mask(call: AttentionCall) -> BlockMask:
 
 def _group_rows_by_block(rows: Int[Tensor, "batch heads q_len"]) -> Int[Tensor, "batch heads q_blocks block"]:
     """Reshape one value per query to one row of values per query block. The last value fills the last block."""
-    missing_rows = -rows.shape[2] % FLEX_BLOCK_SIZE
-    filling = rows[..., -1:].expand(*rows.shape[:2], missing_rows)
+    batch, heads, q_len = rows.shape
+    missing_rows = -q_len % FLEX_BLOCK_SIZE
+    filling = rows[..., -1:].expand(batch, heads, missing_rows)
     return torch.cat([rows, filling], dim=2).unflatten(2, (-1, FLEX_BLOCK_SIZE))
 
 

@@ -32,7 +32,7 @@ class Sdpa:
         device = call.q.device.type
         is_half_precision = call.q.dtype in (torch.bfloat16, torch.float16)
         if device != "cpu" and call.bias is not None and is_half_precision:
-            return "its masks have the inputs' dtype there, which rounds the bias; use 'flex', or float32 inputs"
+            return f"it would round the bias to {call.q.dtype} on this device; use 'flex', or float32 inputs"
         if call.needs_lse and (device != "cpu" or call.dropout_p or call.bias_needs_grad):
             return (
                 "it returns a log-sum-exp only on the CPU, without dropout and without a trained bias; use 'reference'"
@@ -70,7 +70,8 @@ def _needs_no_mask_tensor(call: AttentionCall) -> bool:
     """Return whether PyTorch can compute the call without a mask tensor."""
     if call.bias is not None or call.window is not None or call.segment_ids is not None:
         return False
-    # PyTorch's `is_causal` aligns the first query with the first key. This is our alignment only for square scores.
+    # PyTorch's `is_causal` aligns the first query with the first key. trainshort aligns the last query with the last
+    # key. Both are the same if there are as many queries as keys.
     is_square = call.q.shape[2] == call.k.shape[2]
     has_one_query = call.q.shape[2] == 1  # A single query sees all keys.
     return is_square or not call.causal or has_one_query
@@ -88,6 +89,7 @@ def _query_chunks(call: AttentionCall) -> list[slice]:
 
     keys_per_chunk = k_len
     if call.window is not None:
+        # A chunk has about as many queries as the window, so its first and last query together see two windows.
         keys_per_chunk = min(k_len, 2 * call.window)
 
     chunk_size = MAX_MASK_ELEMENTS // (mask_heads * mask_batch * keys_per_chunk)

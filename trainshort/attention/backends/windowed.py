@@ -20,7 +20,10 @@ from trainshort.attention.functional import AttentionOutput, log_once
 
 
 class Windowed:
-    """ALiBi and decay biases on the CPU. This backend skips keys whose softmax mass is proven to be negligible."""
+    """ALiBi and decay biases on the CPU. This backend skips keys whose softmax mass is proven to be negligible.
+
+    The class attribute `compiled` says whether the compiled C kernel is used if it is available.
+    """
 
     rank = 50
     compiled = True

@@ -267,7 +267,8 @@ def compute_first_keys(call: AttentionCall, tolerance: float) -> Int[Tensor, "ba
         earliest_start = _min_per_chunk(segment_start[:, call.query_start :].long(), padding_value=k_len)
         first_visible = torch.maximum(first_visible, earliest_start)[:, None]
 
-    first_keys = torch.maximum(_proven_first_keys(call, tolerance, chunk_starts), first_visible).clamp(min=0)
+    proven_first = _proven_first_keys(call, tolerance, chunk_starts)
+    first_keys = torch.maximum(proven_first, first_visible).clamp(min=0)
     # The diagonal block of a chunk is always read completely.
     first_keys = torch.minimum(first_keys, chunk_starts).expand(batch, heads, -1)
     tiles_per_chunk = QUERY_CHUNK // QUERY_TILE
@@ -313,15 +314,17 @@ def _key_ranges(call: AttentionCall, first_keys: Int[Tensor, "batch heads tiles"
     """
     heads, q_len = call.q.shape[1:3]
     tiles_per_chunk = QUERY_CHUNK // QUERY_TILE
+    # All tiles of a chunk have the same first key, so the first tile of each chunk is enough.
+    first_keys_of_chunks = first_keys[..., ::tiles_per_chunk]
     # chunk_first[head][chunk] is the first key that any sequence of the batch reads.
-    chunk_first = first_keys[..., ::tiles_per_chunk].amin(0).tolist()
+    chunk_first = first_keys_of_chunks.amin(0).tolist()
     for chunk, start in enumerate(range(0, q_len, QUERY_CHUNK)):
         rows = slice(start, min(start + QUERY_CHUNK, q_len))
-        edge = call.query_start + start
+        edge = call.query_start + start  # the key position of the first query of the chunk
         diagonal_keys = slice(edge, call.query_start + rows.stop)
         yield KeyRange(rows, slice(0, heads), diagonal_keys, is_diagonal=True)
 
-        # The number of keys before the edge that each head reads.
+        # The number of keys that each head reads before the edge (the start of the diagonal block).
         key_counts = [edge - chunk_first[head][chunk] for head in range(heads)]
         for group in _group_similar(key_counts):
             largest_count = max(key_counts[group])
@@ -334,7 +337,7 @@ def _group_similar(key_counts: list[int]) -> list[slice]:
     groups = []
     group_start = 0
     for head in range(1, len(key_counts)):
-        counts = key_counts[group_start : head + 1]
+        counts = key_counts[group_start : head + 1]  # the current group with this head
         if max(counts) > MAX_WINDOW_RATIO * min(counts):
             groups.append(slice(group_start, head))
             group_start = head
@@ -373,10 +376,11 @@ class _Masks:
         self.diagonal_masks: dict[int, Tensor] = {}
 
     def get(self, key_range: KeyRange) -> tuple[Tensor, Tensor | float]:
-        """Return the mask and the shift of a key range.
+        """Return the mask of a key range, and the shift that must be added to the log-sum-exp of the kernel.
 
-        The mask contains the bias, except for a term that is the same for all keys of a query. This term is the shift.
-        The shift must be added to the log-sum-exp that the flash attention kernel returns.
+        A mask contains the bias. A full mask has one row for each query, and its shift is 0. If all keys lie before the
+        chunk and are visible, the mask has only one row. The shift is then the part of the bias that depends only on
+        the query.
         """
         call = self.call
         uses_decay = isinstance(call.bias, DecayBias)
@@ -404,13 +408,9 @@ class _Masks:
         return bias[:, key_range.heads].to(self.dtype).masked_fill(~is_visible, -math.inf)
 
     def _decay_row_mask(self, key_range: KeyRange) -> tuple[Tensor, Tensor]:
-        """Return the decay bias of a range of queries and keys as the sum of two tensors.
+        """Return the mask c_edge − c_j with one row, and the shift c_i − c_edge of each query.
 
-        The bias of query i and key j is c_i − c_j, where c is the cumulative log decay. The last key of the range (the
-        edge) splits the bias into two parts: (c_i − c_edge) + (c_edge − c_j).
-
-        Returns:
-            The part c_edge − c_j, which is the same for all queries, and the part c_i − c_edge of each query.
+        c is the cumulative log decay, j is a key, i is a query, and the edge is the position after the last key.
         """
         assert isinstance(self.call.bias, DecayBias)
         query_start = self.call.query_start
@@ -422,13 +422,17 @@ class _Masks:
         return mask, query_values - edge_value
 
     def _slope_row_mask(self, key_range: KeyRange) -> tuple[Tensor, Tensor]:
-        """Return the mask −m·(edge − j) with one row, and the shift −m·(i − edge) of each query."""
+        """Return the mask −m·(edge − j) with one row, and the shift −m·(i − edge) of each query.
+
+        m is the slope of a head, j is a key, i is a query, and the edge is the position after the last key.
+        """
         slopes = _get_slopes(self.call)[key_range.heads, None].float().to(self.dtype)
         key_count = key_range.keys.stop - key_range.keys.start
         row_count = key_range.rows.stop - key_range.rows.start
-        distance_to_edge = torch.arange(key_count, 0, -1)
-        mask = -slopes * distance_to_edge
-        shift = -slopes.double() * torch.arange(row_count)
+        key_distance_to_edge = torch.arange(key_count, 0, -1)
+        query_distance_to_edge = torch.arange(row_count)
+        mask = -slopes * key_distance_to_edge
+        shift = -slopes.double() * query_distance_to_edge
         return mask[None, :, None, :], shift
 
 
@@ -449,6 +453,7 @@ def _bound_dropped_mass(
     rows = torch.arange(q_len)
     first_of_row = first_keys.long()[..., rows // QUERY_TILE]  # (batch, heads, q_len)
 
+    # The largest norm of the keys that each query skipped.
     key_norm = torch.linalg.vector_norm(call.k, dim=-1, dtype=torch.float64)
     query_norm = torch.linalg.vector_norm(call.q, dim=-1, dtype=torch.float64)
     max_norm_until = key_norm.cummax(dim=-1).values.repeat_interleave(call.heads_per_kv_head, dim=1)

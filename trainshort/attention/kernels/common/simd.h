@@ -12,13 +12,13 @@
 #include <stdint.h>
 #include <string.h>
 
-/* `whole` is an integer with as many bits as `real`.
+/* `lane_int` is an integer with as many bits as `real`.
  *
  * LN_2 is the number of type `real` that is nearest to ln 2. LN_2_REMAINDER is ln 2 - LN_2.
  * EXP_COEFFICIENTS are the coefficients of a polynomial that approximates e^x for |x| <= ln 2 / 2. */
 #ifdef REAL_IS_DOUBLE
 typedef double real;
-typedef int64_t whole;
+typedef int64_t lane_int;
 #define LOWEST (-DBL_MAX)
 #define MANTISSA_BITS 52
 #define EXPONENT_BIAS 1023
@@ -32,7 +32,7 @@ typedef int64_t whole;
         2.49942933457304636e-8
 #else
 typedef float real;
-typedef int32_t whole;
+typedef int32_t lane_int;
 #define LOWEST (-FLT_MAX)
 #define MANTISSA_BITS 23
 #define EXPONENT_BIAS 127
@@ -48,7 +48,7 @@ typedef int32_t whole;
 /* A vector of real numbers and a vector of integers. Comparisons of vectors return an `ivec`: each lane (element) is -1
  * if the comparison is true and 0 if it is false. */
 typedef real vec __attribute__((vector_size(32)));
-typedef whole ivec __attribute__((vector_size(32)));
+typedef lane_int ivec __attribute__((vector_size(32)));
 
 #define LANES ((int)(32 / sizeof(real))) /* the number of elements in a vector */
 #define INLINE static inline __attribute__((always_inline))
@@ -70,10 +70,10 @@ INLINE vec load(const real *from) {
 INLINE void store(real *to, vec x) { memcpy(to, &x, sizeof x); }
 
 /* Returns a vector with `x` in every lane. */
-INLINE vec spread(real x) { return x - (vec){0}; }
+INLINE vec broadcast(real x) { return x - (vec){0}; }
 
 /* Returns for each lane the number of `if_true` if `condition` is true (-1), and of `if_false` if it is false (0). */
-INLINE vec choose(ivec condition, vec if_true, vec if_false) {
+INLINE vec select_lanes(ivec condition, vec if_true, vec if_false) {
     return (vec)((condition & (ivec)if_true) | (~condition & (ivec)if_false));
 }
 
@@ -114,7 +114,7 @@ INLINE vec pick_of_sixteen(const real *table, ivec index) {
     const ivec index_in_half = index & 7;
     const vec from_first_half = pick_of_eight(table, index_in_half);
     const vec from_second_half = pick_of_eight(table + 8, index_in_half);
-    return choose(index > 7, from_second_half, from_first_half);
+    return select_lanes(index > 7, from_second_half, from_first_half);
 }
 
 /* Returns e^x for x <= 0, with an error of about one unit in the last place. Returns 0 if e^x is smaller than the
@@ -134,7 +134,7 @@ INLINE vec exp_below_zero(vec x) {
     const vec n = shifted - rounding_constant;
     const ivec power_of_two = ((ivec)shifted + EXPONENT_BIAS) << MANTISSA_BITS; /* the bits of the number 2^n */
     const vec f = (x - n * (real)LN_2) - n * (real)LN_2_REMAINDER;
-    vec exp_f = spread(coefficients[degree]);
+    vec exp_f = broadcast(coefficients[degree]);
     for (int i = degree - 1; i >= 0; i--) exp_f = exp_f * f + coefficients[i];
     const vec result = exp_f * (vec)power_of_two;
     return (vec)(~is_tiny & (ivec)result);
@@ -149,17 +149,17 @@ INLINE vec exp_below_zero(vec x) {
  * Because |s| < 0.172, the error of the first six terms is about 1e-11. */
 INLINE vec log_above_zero(vec x) {
     const ivec bits = (ivec)x;
-    const ivec bits_of_one = (ivec)spread(1);
-    const whole mantissa_mask = ((whole)1 << MANTISSA_BITS) - 1;
+    const ivec bits_of_one = (ivec)broadcast(1);
+    const lane_int mantissa_mask = ((lane_int)1 << MANTISSA_BITS) - 1;
     vec m = (vec)((bits & mantissa_mask) | bits_of_one); /* between 1 and 2 */
     vec n;
     for (int lane = 0; lane < LANES; lane++) n[lane] = (real)((bits[lane] >> MANTISSA_BITS) - EXPONENT_BIAS);
     const ivec is_above_sqrt_2 = m > (real)1.4142135;
-    m = choose(is_above_sqrt_2, m / 2, m);
-    n = choose(is_above_sqrt_2, n + 1, n);
+    m = select_lanes(is_above_sqrt_2, m / 2, m);
+    n = select_lanes(is_above_sqrt_2, n + 1, n);
     const vec s = (m - 1) / (m + 1);
     const vec s_squared = s * s;
-    vec sum = spread((real)1 / 11); /* the last of the six terms */
+    vec sum = broadcast((real)1 / 11); /* the last of the six terms */
     for (int odd = 9; odd > 0; odd -= 2) sum = sum * s_squared + (real)1 / odd;
     return n * (real)0.6931471805599453 + 2 * s * sum; /* n ln 2 + log(m) */
 }

@@ -60,8 +60,10 @@ typedef struct {
     const double *cumulative_decay; /* bias c[i] - c[j] */
 } HeadBias;
 
+/* The length of the table of one head, with the padding before distance 0 and after the last distance. */
 INLINE int64_t padded_table_length(const Call *c) { return TABLE_PADDING + c->k_len + QUERY_TILE; }
 
+/* Return the bias of one head of one sequence. */
 INLINE HeadBias bias_of_head(const Call *c, int64_t batch, int64_t head) {
     return (HeadBias){
         (real)c->slopes[head],
@@ -106,15 +108,17 @@ INLINE float float_from_bits(uint32_t bits) {
     return x;
 }
 
-/* Round a float to the nearest bfloat16, and ties to even. NaN stays NaN. */
+/* Round a float to the nearest bfloat16 and return its bits. A float in the middle between two bfloat16 numbers is
+ * rounded to the number with an even last bit. NaN stays NaN. */
 INLINE uint16_t float_to_bfloat16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
-    if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+    const int is_nan = x != x;
+    if (is_nan) return (uint16_t)(bits >> 16 | 0x40); /* This bit must be set, or the result could be infinity. */
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* Convert one row of a tensor to `real`. */
+/* Read one row of a tensor at the address `source`, convert it to `real` and write it to `target`. */
 static void read_row(const Call *c, const char *source, real *target) {
     const uint16_t *half = (const uint16_t *)source;
     switch (c->dtype) {
@@ -124,7 +128,7 @@ static void read_row(const Call *c, const char *source, real *target) {
     }
 }
 
-/* Convert one row from `real` to the dtype of the tensors. */
+/* Convert the row `source` from `real` to the dtype of the tensors and write it to the address `target`. */
 static void write_row(const Call *c, char *target, const real *source) {
     uint16_t *half = (uint16_t *)target;
     switch (c->dtype) {
@@ -141,13 +145,16 @@ static void write_row(const Call *c, char *target, const real *source) {
 static const real *read_rows(const Call *c, const Tensor *x, int64_t batch, int64_t head, int64_t start, int64_t count,
                              int64_t end, real *scratch) {
     const int padded = padded_dim(c);
-    if (c->dtype == NATIVE && x->token_stride == padded && c->dim == padded && start + count <= end)
+    const int has_row_layout = x->token_stride == padded && c->dim == padded;
+    if (c->dtype == NATIVE && has_row_layout && start + count <= end)
         return (const real *)row_address(c, x, batch, head, start);
     for (int64_t i = 0; i < count; i++) {
         real *target = scratch + i * padded;
-        if (start + i < end) read_row(c, row_address(c, x, batch, head, start + i), target);
-        const int64_t filled = start + i < end ? c->dim : 0;
-        memset(target + filled, 0, (padded - filled) * sizeof(real));
+        const int is_real_row = start + i < end;
+        if (is_real_row) read_row(c, row_address(c, x, batch, head, start + i), target);
+        /* The remaining dimensions, or all dimensions of a padding row, are filled with zeros. */
+        const int64_t dims_read = is_real_row ? c->dim : 0;
+        memset(target + dims_read, 0, (padded - dims_read) * sizeof(real));
     }
     return scratch;
 }

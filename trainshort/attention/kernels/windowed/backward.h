@@ -6,8 +6,8 @@
  *
  * P are the attention weights, and S are the scores. The gradient of a distance table is the sum of dS over each
  * diagonal. The gradient of the cumulative log decay is, for each token, the sum of its row of dS minus the sum of its
- * column. The sums of the rows are zero except for rounding errors. The sums are included, so that the result is exactly
- * the gradient of the computed scores, and rounding errors do not add up over the text.
+ * column. The sums of the rows are zero except for rounding errors. The sums are included, so that the result is
+ * exactly the gradient of the computed scores, and rounding errors do not add up over the text.
  *
  * A work item is a range of RANGE_KEYS keys of one key head. The item computes dK and dV of these keys, and processes
  * all queries that read one of the keys. Each item computes a part of dQ. The parts are added in the order of the key
@@ -63,13 +63,18 @@ typedef struct {
 static void load_query_block(const Call *c, int64_t batch, int64_t head, int64_t row, QueryBlock *block,
                              real *scratch) {
     const int padded = padded_dim(c);
-    const int64_t head_start = (batch * c->heads + head) * c->q_len, tile_size = padded * QUERY_TILE;
-    real *q = scratch, *grad_out = q + TILES_PER_ITEM * tile_size;
+    const int64_t head_start = (batch * c->heads + head) * c->q_len; /* the index of row 0 in (batch, heads, q_len) */
+    const int64_t tile_size = padded * QUERY_TILE;
+
+    /* Divide the scratch memory. */
+    real *q = scratch;
+    real *grad_out = q + TILES_PER_ITEM * tile_size;
     block->q_tiles = grad_out + TILES_PER_ITEM * tile_size;
     block->grad_out_tiles = block->q_tiles + TILES_PER_ITEM * tile_size;
     block->grad_q_tiles = block->grad_out_tiles + TILES_PER_ITEM * tile_size;
     block->weights = block->grad_q_tiles + TILES_PER_ITEM * tile_size;
     block->grad_scores = block->weights + TILES_PER_ITEM * KEY_BLOCK * QUERY_TILE;
+
     block->q = read_rows(c, &c->q, batch, head, row, ROWS_PER_ITEM, c->q_len, q);
     block->grad_out = read_rows(c, &c->grad_out, batch, head, row, ROWS_PER_ITEM, c->q_len, grad_out);
     memset(block->grad_q_tiles, 0, TILES_PER_ITEM * tile_size * sizeof(real));
@@ -81,17 +86,20 @@ static void load_query_block(const Call *c, int64_t batch, int64_t head, int64_t
             const int64_t tile_row = row + p * QUERY_TILE + i;
             /* The log-sum-exp of padding rows is infinite, so that all their weights are 0. */
             const int is_real_row = tile_row < c->q_len;
-            const double lse = is_real_row ? c->lse[head_start + tile_row] : INFINITY;
-            block->lse_high[p][i / LANES][i % LANES] = (real)lse;
-            block->lse_low[p][i / LANES][i % LANES] = is_real_row ? (real)(lse - (double)(real)lse) : 0;
-            block->grad_out_dot_out[p][i / LANES][i % LANES] =
-                is_real_row ? c->grad_out_dot_out[head_start + tile_row] : 0;
+            const SplitDouble lse =
+                is_real_row ? split_double(c->lse[head_start + tile_row]) : (SplitDouble){INFINITY, 0};
+            const real grad_out_dot_out = is_real_row ? c->grad_out_dot_out[head_start + tile_row] : 0;
+            block->lse_high[p][i / LANES][i % LANES] = lse.high;
+            block->lse_low[p][i / LANES][i % LANES] = lse.low;
+            block->grad_out_dot_out[p][i / LANES][i % LANES] = grad_out_dot_out;
         }
     }
 }
 
-/* Return how many keys, from `first_key` on, a tile read of the block of keys that starts at `start`. The number is
- * rounded up to a multiple of four. */
+/* Return how many keys of a block a tile read in the forward pass, counted from `first_key` on.
+ *
+ * The block of keys starts at `start`. The number is rounded up to a multiple of four, because `compute_dots` computes
+ * four keys at a time. */
 INLINE int count_keys_read(const QueryBlock *block, int p, int64_t start, int64_t first_key) {
     const int64_t end = start + count_visible_keys(&block->tiles[p], start);
     return (int)blocks_of(larger_of(0, end - first_key), 4) * 4;
@@ -129,7 +137,8 @@ static void add_table_gradient(const QueryTile *tile, int64_t start, int key_cou
         }
 }
 
-/* Add the score gradients of a tile to the sums of the rows and the sums of the columns. */
+/* Add the score gradients of a tile to the sums over the keys (`row_sums`) and the sums over the queries
+ * (`column_sums`). The gradient of the cumulative log decay is computed from these sums. */
 static void add_decay_gradient(int key_count, const real *grad_scores, vec *row_sums, double *column_sums) {
     for (int j = 0; j < key_count; j++) {
         vec column = {0};
@@ -146,14 +155,16 @@ static void add_decay_gradient(int key_count, const real *grad_scores, vec *row_
 static void process_key_block(const Call *c, int64_t batch, int64_t head, QueryBlock *block, const KeyRange *range,
                               int64_t start) {
     const int padded = padded_dim(c);
-    const int64_t tile_size = padded * QUERY_TILE, head_in_group = head % (c->heads / c->kv_heads);
+    const int64_t tile_size = padded * QUERY_TILE;
+    const int64_t head_in_group = head % (c->heads / c->kv_heads); /* the index among the heads of the key head */
     real *grad_table = range->grad_table ? range->grad_table + head_in_group * padded_table_length(c) : NULL;
     for (int p = 0; p < block->tile_count; p++) {
         const int64_t first_key = larger_of(start, block->first_keys[p]);
         const int64_t offset = (first_key - range->start) * padded;
         const int key_count = count_keys_read(block, p, start, first_key);
         if (!key_count) continue;
-        const real *k = range->k + offset, *v = range->v + offset;
+        const real *k = range->k + offset;
+        const real *v = range->v + offset;
         const real *weights = block->weights + p * KEY_BLOCK * QUERY_TILE;
         const real *grad_scores = block->grad_scores + p * KEY_BLOCK * QUERY_TILE;
         compute_grad_scores(c, batch, bias_of_head(c, batch, head), block, p, k, v, first_key, key_count);
@@ -167,8 +178,10 @@ static void process_key_block(const Call *c, int64_t batch, int64_t head, QueryB
     }
 }
 
-/* Add the part of dQ of a block of queries, and the gradient of the decay of these queries. grad_q has the type
- * `real`. */
+/* Add the query gradients that a key range contributes to the results of the call.
+ *
+ * The results are dQ and, with a decay bias, the gradient of the decay of the queries. The tensor grad_q has the type
+ * `real` for every dtype of the inputs. */
 static void store_query_gradients(const Call *c, int64_t batch, int64_t head, int64_t row, const QueryBlock *block) {
     const int padded = padded_dim(c);
     for (int p = 0; p < block->tile_count; p++)
@@ -197,13 +210,16 @@ static int init_tiles(const Call *c, int64_t batch, int64_t head, int64_t row, c
         init_query_tile(c, batch, tile_row, &block->tiles[p]);
         const int64_t tile_index = (batch * c->heads + head) * query_tile_count(c) + tile_row / QUERY_TILE;
         block->first_keys[p] = c->first_keys[tile_index];
-        reads_range |= block->first_keys[p] < range->start + range->key_count &&
-                       block->tiles[p].last_position >= range->start;
+        const int starts_before_end = block->first_keys[p] < range->start + range->key_count;
+        const int ends_after_start = block->tiles[p].last_position >= range->start;
+        reads_range |= starts_before_end && ends_after_start;
     }
     return reads_range;
 }
 
-/* Add the part of a key range to the gradient of the tables of its query heads. */
+/* Add the table gradients that a key range contributes to the results of the call, for all query heads of a key head.
+ *
+ * `first_head` is the first of these query heads. */
 static void store_table_gradients(const Call *c, int64_t batch, int64_t first_head, const KeyRange *range) {
     for (int64_t g = 0; g < c->heads / c->kv_heads; g++) {
         double *target = c->grad_table + (batch * c->heads + first_head + g) * c->k_len;
@@ -212,10 +228,12 @@ static void store_table_gradients(const Call *c, int64_t batch, int64_t first_he
     }
 }
 
-/* Wait until the progress of all earlier key ranges is larger than `step`. */
+/* Wait until the progress of all earlier key ranges is larger than `step`.
+ *
+ * `progress` holds the number of steps that each key range has done. `range_index` is the index of this key range. */
 static void wait_for_earlier_ranges(atomic_int *progress, int64_t range_index, int step) {
-    for (int64_t s = range_index - 1; s >= 0; s--)
-        while (atomic_load_explicit(&progress[s], memory_order_acquire) <= step) sched_yield();
+    for (int64_t earlier = range_index - 1; earlier >= 0; earlier--)
+        while (atomic_load_explicit(&progress[earlier], memory_order_acquire) <= step) sched_yield();
 }
 
 /* Compute one work item of the thread pool: a range of keys of one key head, with all query heads that share the key
@@ -228,20 +246,26 @@ static void backward_item(void *context, int64_t item, void *memory) {
     real *scratch = memory;
     const Call *c = backward->call;
     const int padded = padded_dim(c);
-    const int64_t pairs = c->batches * c->kv_heads, pair = item % pairs, range_index = item / pairs;
-    const int64_t batch = pair / c->kv_heads, kv = pair % c->kv_heads, heads_per_kv_head = c->heads / c->kv_heads;
+    const int64_t pairs = c->batches * c->kv_heads; /* pairs of a batch entry and a key head */
+    const int64_t pair = item % pairs;
+    const int64_t range_index = item / pairs;
+    const int64_t batch = pair / c->kv_heads;
+    const int64_t kv = pair % c->kv_heads;
+    const int64_t heads_per_kv_head = c->heads / c->kv_heads;
     const int64_t blocks_per_head = blocks_of(c->q_len, ROWS_PER_ITEM);
     atomic_int *progress = backward->progress + pair * backward->range_count;
 
     KeyRange range = {.start = range_index * RANGE_KEYS, .grad_k = scratch, .grad_v = scratch + RANGE_KEYS * padded};
     range.key_count = smaller_of(RANGE_KEYS, c->k_len - range.start);
-    real *k = range.grad_v + RANGE_KEYS * padded, *v = k + RANGE_KEYS * padded, *rest = v + RANGE_KEYS * padded;
+    real *k = range.grad_v + RANGE_KEYS * padded;
+    real *v = k + RANGE_KEYS * padded;
+    real *query_scratch = v + RANGE_KEYS * padded;
     range.k = read_rows(c, &c->k, batch, kv, range.start, RANGE_KEYS, c->k_len, k);
     range.v = read_rows(c, &c->v, batch, kv, range.start, RANGE_KEYS, c->k_len, v);
     memset(range.grad_k, 0, 2 * RANGE_KEYS * padded * sizeof(real)); /* grad_v follows grad_k in memory */
     if (c->grad_table) {
-        range.grad_table = rest;
-        rest += heads_per_kv_head * padded_table_length(c);
+        range.grad_table = query_scratch;
+        query_scratch += heads_per_kv_head * padded_table_length(c);
         memset(range.grad_table, 0, heads_per_kv_head * padded_table_length(c) * sizeof(real));
     }
 
@@ -254,11 +278,13 @@ static void backward_item(void *context, int64_t item, void *memory) {
         const int64_t head = kv * heads_per_kv_head + g;
         memset(grad_decay, 0, sizeof grad_decay);
         for (int64_t block = first_block; block < blocks_per_head; block++) {
-            const int64_t row = block * ROWS_PER_ITEM, step = g * blocks_per_head + block;
+            const int64_t row = block * ROWS_PER_ITEM;
+            const int64_t step = g * blocks_per_head + block;
             if (!init_tiles(c, batch, head, row, &range, &query_block)) continue;
-            load_query_block(c, batch, head, row, &query_block, rest);
+            load_query_block(c, batch, head, row, &query_block, query_scratch);
             for (int64_t start = range.start; start < range.start + range.key_count; start += KEY_BLOCK)
                 process_key_block(c, batch, head, &query_block, &range, start);
+            /* The earlier key ranges must add their part of dQ first. */
             wait_for_earlier_ranges(progress, range_index, (int)step);
             store_query_gradients(c, batch, head, row, &query_block);
             atomic_store_explicit(&progress[range_index], (int)step + 1, memory_order_release);
@@ -281,13 +307,16 @@ static void backward_item(void *context, int64_t item, void *memory) {
 /* Compute the dot product of each row of grad_out and out, for one head. This is one work item of the thread pool. */
 static void grad_out_dot_out_item(void *context, int64_t item, void *memory) {
     const Call *c = ((const BackwardContext *)context)->call;
-    real *out = memory, *grad_out = out + padded_dim(c);
+    const int64_t batch = item / c->heads;
+    const int64_t head = item % c->heads;
+    real *out = memory;
+    real *grad_out = out + padded_dim(c);
     for (int64_t i = 0; i < c->q_len; i++) {
-        read_row(c, row_address(c, &c->out, item / c->heads, item % c->heads, i), out);
-        read_row(c, row_address(c, &c->grad_out, item / c->heads, item % c->heads, i), grad_out);
-        /* If a weight is near 1, dP - dO.O is a difference of similar numbers, so dO.O is computed in double
-         * precision. */
-        double sum[4] = {0};
+        read_row(c, row_address(c, &c->out, batch, head, i), out);
+        read_row(c, row_address(c, &c->grad_out, batch, head, i), grad_out);
+        /* The backward pass subtracts this dot product from a similar number if an attention weight is near 1. The dot
+         * product is therefore computed in double precision. */
+        double sum[4] = {0}; /* independent sums, so that the processor can compute them at the same time */
         for (int t = 0; t < c->dim; t++) sum[t % 4] += (double)out[t] * grad_out[t];
         c->grad_out_dot_out[item * c->q_len + i] = (real)((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }

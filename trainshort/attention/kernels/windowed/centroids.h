@@ -59,60 +59,69 @@ typedef struct {
     int64_t batch, head, length;
 } HeadTokens;
 
-/* The number of key centroids, which grows with the number of keys. */
+/* The number of key centroids, which grows with the number of keys. The number is a multiple of four. */
 INLINE int key_centroid_count(const Call *c) {
-    const int64_t fours = smaller_of(c->k_len / KEYS_PER_CENTROID, MAX_CENTROIDS) / 4;
-    return (int)larger_of(fours * 4, MIN_CENTROIDS);
+    const int64_t count = smaller_of(c->k_len / KEYS_PER_CENTROID, MAX_CENTROIDS);
+    const int64_t multiple_of_four = count / 4 * 4;
+    return (int)larger_of(multiple_of_four, MIN_CENTROIDS);
 }
 
 /* The largest number of query centroids for a call. */
 INLINE int max_query_centroids(const Call *c) {
     const int min_dim = c->cumulative_decay ? MIN_DIM_FOR_QUERY_CENTROIDS_WITH_DECAY : MIN_DIM_FOR_QUERY_CENTROIDS;
-    return c->k_len < MIN_KEYS_FOR_QUERY_CENTROIDS || c->dim < min_dim ? ZERO_QUERY_CENTROIDS : QUERY_CENTROIDS;
+    const int is_too_small = c->k_len < MIN_KEYS_FOR_QUERY_CENTROIDS || c->dim < min_dim;
+    return is_too_small ? ZERO_QUERY_CENTROIDS : QUERY_CENTROIDS;
 }
 
+/* The number of samples for a number of centroids. The samples fill complete tiles. */
 INLINE int sample_count(int centroids) {
     return (int)(blocks_of(centroids * SAMPLES_PER_CENTROID, QUERY_TILE) * QUERY_TILE);
 }
 
 /* The scratch memory of `find_centroids`, in reals: samples, sample distances, dot products, sums and one row. */
 INLINE size_t centroid_scratch_size(const Call *c) {
-    const size_t most = larger_of(key_centroid_count(c), QUERY_CENTROIDS);
-    const size_t samples = sample_count(most), padded = padded_dim(c);
-    return samples * (padded + 1) + most * (QUERY_TILE + padded) + padded;
+    const size_t max_centroids = larger_of(key_centroid_count(c), QUERY_CENTROIDS);
+    const size_t samples = sample_count(max_centroids);
+    const size_t padded = padded_dim(c);
+    return samples * (padded + 1) + max_centroids * (QUERY_TILE + padded) + padded;
 }
 
-/* Find the nearest centroid of each token of a tile.
+/* Find the nearest centroid of each token of a tile, which has QUERY_TILE tokens.
  *
- * `tile` is [dim][token]. `dots` is scratch memory for the dot products of all centroids with the tile. */
+ * `tile` holds the tokens as [dim][token]. `padded` is the number of dimensions. `dots` is scratch memory for the dot
+ * products of all centroids with the tile. `nearest` receives the index of the nearest centroid of each token. */
 static void find_nearest_centroids(const Centroids *centroids, const real *tile, int padded, real *dots,
                                    uint8_t *nearest) {
     compute_dots(tile, centroids->vectors, padded, padded, centroids->count, dots);
     for (int w = 0; w < TILE_VECTORS; w++) {
-        vec smallest = spread(INFINITY);
+        vec smallest = broadcast(INFINITY);
         ivec index = {0};
         for (int n = 0; n < centroids->count; n++) {
             /* Half of |token - centroid|^2 - |token|^2. The smallest value belongs to the nearest centroid. */
             const vec distance = centroids->half_squared_norms[n] - load(dots + n * QUERY_TILE + w * LANES);
             const ivec closer = distance < smallest;
-            smallest = choose(closer, distance, smallest);
+            smallest = select_lanes(closer, distance, smallest);
+            /* Set the index to n in the lanes in which this centroid is closer. A true lane has all bits set. */
             index = (closer & ((ivec){0} + n)) | (~closer & index);
         }
         for (int i = 0; i < LANES; i++) nearest[w * LANES + i] = (uint8_t)index[i];
     }
 }
 
-/* Read one sample. The samples are spread evenly over all tokens. */
+/* Read the sample with the index `sample` into `row`. The `samples` samples are spread evenly over all tokens. */
 static void read_sample(const Call *c, const HeadTokens *tokens, int sample, int samples, real *row) {
     const int64_t token = sample * tokens->length / samples;
     read_row(c, row_address(c, tokens->tensor, tokens->batch, tokens->head, token), row);
     memset(row + c->dim, 0, (padded_dim(c) - c->dim) * sizeof(real));
 }
 
-/* Set one centroid. A vector that is not finite is replaced by zeros, so that only rows that see the key are
- * affected. */
+/* Set the centroid with the index `n` to a vector.
+ *
+ * A vector that is not finite is replaced by zeros. Otherwise one key that is infinite or NaN would also affect queries
+ * that do not see this key. */
 static void set_centroid(Centroids *centroids, int n, const real *row, int padded) {
-    real *centroid = centroids->vectors + n * padded, half_squared_norm = 0;
+    real *centroid = centroids->vectors + n * padded;
+    real half_squared_norm = 0;
     memcpy(centroid, row, padded * sizeof(real));
     for (int t = 0; t < padded; t++) half_squared_norm += centroid[t] * centroid[t] / 2;
     if (!isfinite(half_squared_norm)) {
@@ -137,19 +146,24 @@ static int update_sample_distances(const real *sample_tiles, int samples, const 
             }
         for (int w = 0; w < TILE_VECTORS; w++) {
             const vec distance = load(distances + s + w * LANES);
-            store(distances + s + w * LANES, choose(square[w] < distance, square[w], distance));
+            store(distances + s + w * LANES, select_lanes(square[w] < distance, square[w], distance));
         }
     }
     int farthest = 0;
     real largest = -1;
     for (int s = 0; s < samples; s++) {
         /* Samples that are not finite keep the distance infinity. They are not chosen. */
-        if (distances[s] > largest && distances[s] < INFINITY) largest = distances[s], farthest = s;
+        if (distances[s] > largest && distances[s] < INFINITY) {
+            largest = distances[s];
+            farthest = s;
+        }
     }
     return farthest;
 }
 
-/* Move each centroid to the mean of the samples that are nearest to the centroid. */
+/* Move each centroid to the mean of the samples that are nearest to the centroid.
+ *
+ * `sample_tiles` holds the samples as [tile][dim][sample]. `dots`, `sums` and `row` are scratch memory. */
 static void move_to_means(const Call *c, const HeadTokens *tokens, Centroids *centroids, const real *sample_tiles,
                           int samples, real *dots, real *sums, real *row) {
     const int padded = padded_dim(c);
@@ -177,23 +191,35 @@ static void move_to_means(const Call *c, const HeadTokens *tokens, Centroids *ce
  * Returns the cluster spread: the root mean square distance of the samples to their nearest centroids, divided by the
  * root mean square norm of the samples. The spread is measured before the centroids move to the means. */
 static real find_centroids(const Call *c, const HeadTokens *tokens, int count, Centroids *centroids, real *scratch) {
-    const int padded = padded_dim(c), samples = sample_count(count);
-    double sum_of_squared_distances = 0, sum_of_squared_norms = 0;
+    const int padded = padded_dim(c);
+    const int samples = sample_count(count);
+    double sum_of_squared_distances = 0;
+    double sum_of_squared_norms = 0;
     centroids->count = count;
-    real *sample_tiles = scratch, *distances = sample_tiles + samples * padded, *dots = distances + samples;
-    real *sums = dots + centroids->count * QUERY_TILE, *row = sums + centroids->count * padded;
+
+    /* Divide the scratch memory. */
+    real *sample_tiles = scratch; /* [tile][dim][sample] */
+    real *distances = sample_tiles + samples * padded;
+    real *dots = distances + samples;
+    real *sums = dots + count * QUERY_TILE;
+    real *row = sums + count * padded;
+
     for (int s = 0; s < samples; s++) {
         read_sample(c, tokens, s, samples, row);
+        real *tile = sample_tiles + s / QUERY_TILE * padded * QUERY_TILE;
         for (int t = 0; t < padded; t++) {
-            sample_tiles[(s / QUERY_TILE * padded + t) * QUERY_TILE + s % QUERY_TILE] = row[t];
+            tile[t * QUERY_TILE + s % QUERY_TILE] = row[t];
             sum_of_squared_norms += (double)row[t] * row[t];
         }
         distances[s] = INFINITY;
     }
-    for (int n = 0, next = 0; n < centroids->count; n++) {
-        read_sample(c, tokens, next, samples, row);
+
+    /* Each centroid starts at the sample that is farthest from all previous centroids. */
+    int farthest = 0;
+    for (int n = 0; n < count; n++) {
+        read_sample(c, tokens, farthest, samples, row);
         set_centroid(centroids, n, row, padded);
-        next = update_sample_distances(sample_tiles, samples, centroids->vectors + n * padded, padded, distances);
+        farthest = update_sample_distances(sample_tiles, samples, centroids->vectors + n * padded, padded, distances);
     }
     for (int s = 0; s < samples; s++) sum_of_squared_distances += distances[s];
     move_to_means(c, tokens, centroids, sample_tiles, samples, dots, sums, row);

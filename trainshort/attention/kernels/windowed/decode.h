@@ -36,6 +36,7 @@ static real compute_row_scores(const Call *c, const DecodeRow *row, int64_t batc
             scores[j] = -INFINITY;
             continue;
         }
+        /* Two independent sums, so that the processor can compute them at the same time. */
         vec even = {0}, odd = {0};
         for (int t = 0; t < padded; t += 2 * LANES) {
             even += load(row->query + t) * load(k + j * padded + t);
@@ -77,22 +78,25 @@ static void add_block_to_row(const Call *c, DecodeRow *row, int key_count, const
     row->max_score = max_score;
 }
 
-/* Initialize the running softmax of a row. `row->head` and `row->row` must be set. `memory` holds the query and the
- * output. */
+/* Initialize the running softmax of a row. `row->head` and `row->row` must be set.
+ *
+ * `memory` is the memory for the query and the output of the row. */
 static void begin_row(const Call *c, int64_t batch, DecodeRow *row, real *memory) {
     QueryTile tile;
     const int padded = padded_dim(c);
     init_query_tile(c, batch, row->row, &tile);
-    row->query = memory, row->out = memory + padded;
+    row->query = memory;
+    row->out = memory + padded;
     memset(memory, 0, 2 * padded * sizeof(real));
     read_row(c, row_address(c, &c->q, batch, row->head, row->row), row->query);
-    row->max_score = LOWEST, row->weight_sum = 0;
+    row->max_score = LOWEST;
+    row->weight_sum = 0;
     row->position = tile.first_position;
     row->first_visible_key = tile.first_visible_key;
     row->segment_id = c->segment_ids ? c->segment_ids[batch * c->k_len + row->position] : 0;
 }
 
-/* Write the results of a row. */
+/* Write the output and the log-sum-exp of a row. `first_key` is the first key that was read. */
 static void finish_row(const Call *c, int64_t batch, DecodeRow *row, int64_t first_key) {
     const int64_t head_index = batch * c->heads + row->head;
     for (int t = 0; t < c->dim; t++) row->out[t] /= row->weight_sum;
@@ -107,19 +111,31 @@ static void finish_row(const Call *c, int64_t batch, DecodeRow *row, int64_t fir
 static void decode_item(void *context, int64_t item, void *scratch) {
     const Call *c = context;
     const int padded = padded_dim(c);
-    const int64_t batch = item / c->kv_heads, kv = item % c->kv_heads, heads_per_kv_head = c->heads / c->kv_heads;
-    const int64_t count = heads_per_kv_head * c->q_len;
-    real *k_rows = scratch, *v_rows = k_rows + KEY_BLOCK * padded, *scores = v_rows + KEY_BLOCK * padded;
-    real *block_out = scores + KEY_BLOCK, *row_memory = block_out + padded;
+    const int64_t batch = item / c->kv_heads;
+    const int64_t kv = item % c->kv_heads; /* the key head */
+    const int64_t heads_per_kv_head = c->heads / c->kv_heads;
+    const int64_t count = heads_per_kv_head * c->q_len; /* the number of query rows */
+
+    /* Divide the scratch memory. */
+    real *k_rows = scratch;
+    real *v_rows = k_rows + KEY_BLOCK * padded;
+    real *scores = v_rows + KEY_BLOCK * padded;
+    real *block_out = scores + KEY_BLOCK;
+    real *row_memory = block_out + padded;
     DecodeRow *rows = (DecodeRow *)(row_memory + count * 2 * padded);
+
     int64_t first_visible_key = c->k_len - 1;
     for (int64_t i = 0; i < count; i++) {
-        rows[i].head = kv * heads_per_kv_head + i / c->q_len, rows[i].row = i % c->q_len;
+        rows[i].head = kv * heads_per_kv_head + i / c->q_len;
+        rows[i].row = i % c->q_len;
         begin_row(c, batch, &rows[i], row_memory + i * 2 * padded);
         first_visible_key = smaller_of(first_visible_key, rows[i].first_visible_key);
     }
+
+    /* Read the blocks from the last block to the block with the first visible key. */
     const int64_t first_key = first_visible_key / KEY_BLOCK * KEY_BLOCK;
-    for (int64_t start = (c->k_len - 1) / KEY_BLOCK * KEY_BLOCK; start >= first_key; start -= KEY_BLOCK) {
+    const int64_t last_block_start = (c->k_len - 1) / KEY_BLOCK * KEY_BLOCK;
+    for (int64_t start = last_block_start; start >= first_key; start -= KEY_BLOCK) {
         const int key_count = (int)smaller_of(KEY_BLOCK, c->k_len - start);
         const real *k = read_rows(c, &c->k, batch, kv, start, KEY_BLOCK, c->k_len, k_rows);
         const real *v = read_rows(c, &c->v, batch, kv, start, KEY_BLOCK, c->k_len, v_rows);

@@ -43,26 +43,35 @@ typedef struct {
     int last_blocking_centroid;                     /* the centroid whose keys could not be skipped the last time */
 } TileState;
 
-/* Initialize the running softmax. `state->tile` and the pointers of `state` must be set. */
+/* Initialize the running softmax of a query tile. `rows` are the queries as [query][dim].
+ *
+ * `state->tile` and the pointers of `state` must be set. */
 static void begin_tile(const Call *c, const Bound *bound, TileState *state, const real *rows) {
-    const int padded = padded_dim(c), count = bound->key_centroids.count;
+    const int padded = padded_dim(c);
+    const int count = bound->key_centroids.count;
     transpose_to_tile(rows, padded, state->queries);
     memset(state->out, 0, padded * QUERY_TILE * sizeof(real));
-    for (int w = 0; w < TILE_VECTORS; w++) state->max_score[w] = spread(LOWEST), state->weight_sum[w] = (vec){0};
+    for (int w = 0; w < TILE_VECTORS; w++) {
+        state->max_score[w] = broadcast(LOWEST);
+        state->weight_sum[w] = (vec){0};
+    }
     state->first_key = larger_of(state->tile.first_position, 0);
     state->dropped_mass = 0;
     state->is_done = 0;
     state->last_blocking_centroid = 0;
     if (!bound->exists) return;
+
+    const int64_t first_row = state->tile.first_position - position_of_row(c, 0);
     for (int w = 0; w < TILE_VECTORS; w++) {
         vec square = {0};
         for (int t = 0; t < padded; t++) {
             const vec q = load(state->queries + t * QUERY_TILE + w * LANES);
             square += q * q;
         }
-        for (int i = 0; i < LANES; i++) square[i] = (real)sqrt(square[i]);
-        state->query_norm[w] = square * (1 + relative_rounding_error(c->dim));
-        state->placements[w] = load_placement(bound, state->tile.first_position - position_of_row(c, 0) + w * LANES);
+        vec norm;
+        for (int i = 0; i < LANES; i++) norm[i] = (real)sqrt(square[i]);
+        state->query_norm[w] = norm * (1 + relative_rounding_error(c->dim));
+        state->placements[w] = load_placement(bound, first_row + w * LANES);
     }
     compute_dots(state->queries, bound->key_centroids.vectors, padded, padded, count, state->centroid_scores);
     /* Padding rows get -infinity, so that they never prevent keys from being skipped. */
@@ -72,11 +81,16 @@ static void begin_tile(const Call *c, const Bound *bound, TileState *state, cons
     }
 }
 
-/* Replace scores by weights exp(score - max_score). The sum and the output are scaled if the maximum changes. */
+/* Update the running softmax for `key_count` keys. The scores are replaced by the weights exp(score - max_score).
+ *
+ * If the largest score of a query changes, the earlier sum of weights and the earlier output are scaled. */
 static void update_softmax(TileState *state, int padded, int key_count, real *restrict scores) {
     vec max_score[TILE_VECTORS], sum[TILE_VECTORS];
     ivec has_changed = {0};
-    for (int w = 0; w < TILE_VECTORS; w++) max_score[w] = state->max_score[w], sum[w] = (vec){0};
+    for (int w = 0; w < TILE_VECTORS; w++) {
+        max_score[w] = state->max_score[w];
+        sum[w] = (vec){0};
+    }
     for (int j = 0; j < key_count; j++)
         for (int w = 0; w < TILE_VECTORS; w++)
             max_score[w] = larger(load(scores + j * QUERY_TILE + w * LANES), max_score[w]);
@@ -101,10 +115,10 @@ static void update_softmax(TileState *state, int padded, int key_count, real *re
     for (int w = 0; w < TILE_VECTORS; w++) state->weight_sum[w] += sum[w];
 }
 
-/* Add the weighted values of visible keys to the output.
+/* Add the weighted values of visible keys to the output of a tile.
  *
- * This function takes the place of `add_weighted_rows` for blocks with values that are not finite. There, the product
- * of a hidden value and its weight 0 would be NaN. */
+ * This function replaces `add_weighted_rows` for blocks that contain infinite or NaN values. In these blocks, the
+ * product of a hidden value and its weight 0 would be NaN. */
 static void add_visible_values(const Call *c, TileState *state, int64_t batch, const real *v, int64_t start,
                                int key_count, const real *weights) {
     const int padded = padded_dim(c);
@@ -114,7 +128,7 @@ static void add_visible_values(const Call *c, TileState *state, int64_t batch, c
             for (int t = 0; t < padded; t++) {
                 real *target = state->out + t * QUERY_TILE + w * LANES;
                 const vec term = v[j * padded + t] * load(weights + j * QUERY_TILE + w * LANES);
-                store(target, load(target) + choose(hidden, spread(0), term));
+                store(target, load(target) + select_lanes(hidden, broadcast(0), term));
             }
         }
 }
@@ -124,8 +138,9 @@ static void add_visible_values(const Call *c, TileState *state, int64_t batch, c
  * The keys must lie in one block. `k` and `v` are the rows of the block. `scores` is scratch memory. */
 static void process_keys(const Call *c, const Bound *bound, HeadBias bias, TileState *state, int64_t batch,
                          int64_t start, int64_t end, const real *k, const real *v, real *scores) {
-    const int padded = padded_dim(c), key_count = (int)(end - start);
-    const int64_t offset = start % KEY_BLOCK * padded;
+    const int padded = padded_dim(c);
+    const int key_count = (int)(end - start);
+    const int64_t offset = start % KEY_BLOCK * padded; /* the offset of the first key within the block */
     const int is_masked = needs_mask(c, &state->tile, start, key_count);
     compute_dots(state->queries, k + offset, padded, padded, key_count, scores);
     add_bias(&state->tile, (real)c->scale, bias, start, key_count, scores);
@@ -138,8 +153,10 @@ static void process_keys(const Call *c, const Bound *bound, HeadBias bias, TileS
     state->first_key = start;
 }
 
-/* Compute the bias from each row to a boundary: -m(i - B) in bound.h. With a table, the result is M(i - B + 1), the
- * largest bias of any key before the boundary. */
+/* Compute the bias from each row i of a tile to a boundary B between two keys: -m(i - B) with the slope m.
+ *
+ * With a decay bias, the result is c[i] - c[B]. With a table, the result is the largest bias of any key before the
+ * boundary. `bias` receives the results. */
 static void bias_to_boundary(const Call *c, const Bound *bound, const QueryTile *tile, int64_t boundary, vec *bias) {
     if (bound->table_suffix_max) {
         for (int i = 0; i < QUERY_TILE; i++) {
@@ -148,7 +165,8 @@ static void bias_to_boundary(const Call *c, const Bound *bound, const QueryTile 
             const int64_t nearest_distance = position - boundary + 1;
             const int64_t index = smaller_of(larger_of(nearest_distance, 0), c->k_len - 1);
             const real largest_bias = bound->table_suffix_max[index];
-            /* Rounding errors of sums with the bias have the size of the bias. */
+            /* Rounding errors of sums with the bias are proportional to the bias. 2.4e-6 is twenty times the machine
+             * epsilon of a float. */
             bias[i / LANES][i % LANES] = largest_bias + (real)fabs(largest_bias) * (real)2.4e-6;
         }
         return;
@@ -170,12 +188,14 @@ static void bias_to_boundary(const Call *c, const Bound *bound, const QueryTile 
  * because the same centroid often fails again. */
 static int can_skip_keys_before(const Call *c, const Bound *bound, TileState *state, int64_t block, const vec *bias,
                                 vec *skipped_sum) {
-    const int count = bound->key_centroids.count, cells = cell_count(bound);
+    const int count = bound->key_centroids.count;
+    const int cells = cell_count(bound);
     const real *tails = bound->tails + block * count * cells;
     vec offset[TILE_VECTORS];
     for (int w = 0; w < TILE_VECTORS; w++) {
-        /* exp_below_zero rounds small results to 0. The initial value is at least as large as all of these results. */
-        skipped_sum[w] = spread((count + KEY_BLOCK) * (real)FLT_MIN);
+        /* exp_below_zero rounds results below FLT_MIN to 0. The initial value is at least as large as the sum of all
+         * results that can be rounded to 0. */
+        skipped_sum[w] = broadcast((count + KEY_BLOCK) * (real)FLT_MIN);
         offset[w] = bound->rounding_margin + bias[w] - state->max_score[w];
     }
     for (int i = 0; i < count; i++) {
@@ -196,12 +216,14 @@ static int can_skip_keys_before(const Call *c, const Bound *bound, TileState *st
     return 1;
 }
 
-/* Return whether every row may also skip the KEY_GROUP keys from `first_key` on, and add the upper bounds of their
- * softmax terms to `skipped_sum`. `bias` is the bias from each row to the start of the block. */
+/* Return whether every row may also skip the KEY_GROUP keys from `first_key` on.
+ *
+ * The upper bounds of the softmax terms of these keys are added to `skipped_sum`. `bias` is the bias from each row to
+ * the start of the block that contains the keys. */
 static int can_skip_key_group(const Call *c, const Bound *bound, const TileState *state, int64_t first_key,
                               const vec *bias, vec *skipped_sum) {
     const int64_t block_start = first_key / KEY_BLOCK * KEY_BLOCK;
-    ivec is_small = spread(0) == 0;
+    ivec is_small = broadcast(0) == 0; /* true in all lanes */
     for (int64_t key = first_key; key < first_key + KEY_GROUP; key++) {
         const real *centroid_score = state->centroid_scores + bound->nearest_key_centroid[key] * QUERY_TILE;
         /* The bias from the start of the block to the key. */
@@ -228,11 +250,15 @@ static int can_skip_key_group(const Call *c, const Bound *bound, const TileState
  * The result is `end` if no key of the block must be read. If the keys before the block cannot be skipped, the result
  * is the start of the block. Otherwise the tile is done, and `state->dropped_mass` is set. */
 static int64_t find_first_needed_key(const Call *c, const Bound *bound, TileState *state, int64_t block, int64_t end) {
-    vec bias[TILE_VECTORS], skipped_sum[TILE_VECTORS], max_skipped_mass = {0};
     const int64_t start = block * KEY_BLOCK;
     if (!bound->exists) return start;
+
+    vec bias[TILE_VECTORS], skipped_sum[TILE_VECTORS];
     bias_to_boundary(c, bound, &state->tile, start, bias);
     if (!can_skip_keys_before(c, bound, state, block, bias, skipped_sum)) return start;
+
+    /* All keys before the block can be skipped. Now skip groups of keys at the start of the block. */
+    vec max_skipped_mass = {0};
     int64_t key = start;
     for (int w = 0; w < TILE_VECTORS; w++)
         max_skipped_mass = larger(skipped_sum[w] / state->weight_sum[w], max_skipped_mass);
@@ -241,15 +267,18 @@ static int64_t find_first_needed_key(const Call *c, const Bound *bound, TileStat
             max_skipped_mass = larger(skipped_sum[w] / state->weight_sum[w], max_skipped_mass);
         key += KEY_GROUP;
     }
-    /* If a key is skipped, the dropped mass must not be 0. */
-    state->dropped_mass = key ? (real)FLT_MIN : 0;
-    for (int i = 0; key && i < LANES; i++)
-        state->dropped_mass = max_skipped_mass[i] > state->dropped_mass ? max_skipped_mass[i] : state->dropped_mass;
     state->is_done = 1;
+    state->dropped_mass = 0;
+    if (key == 0) return key; /* No key is skipped. */
+
+    /* If a key is skipped, the dropped mass must not be 0. */
+    state->dropped_mass = (real)FLT_MIN;
+    for (int i = 0; i < LANES; i++)
+        if (max_skipped_mass[i] > state->dropped_mass) state->dropped_mass = max_skipped_mass[i];
     return key;
 }
 
-/* Read the keys of one block that the tile needs. */
+/* Find the keys of one block that the tile must read, and add them to the running softmax. */
 static void process_block(const Call *c, const Bound *bound, HeadBias bias, TileState *state, int64_t batch,
                           int64_t block, const real *k, const real *v, real *scores) {
     const int64_t start = block * KEY_BLOCK;
@@ -257,25 +286,28 @@ static void process_block(const Call *c, const Bound *bound, HeadBias bias, Tile
     const int64_t diagonal = larger_of(start, state->tile.first_position / KEY_GROUP * KEY_GROUP);
     int64_t end = start + count_visible_keys(&state->tile, start);
     if (diagonal < end && bound->exists && bound->is_steep) {
+        /* In a steep head, the keys on the diagonal are read first. See the top of this file. */
         process_keys(c, bound, bias, state, batch, diagonal, end, k, v, scores);
         end = diagonal;
     }
     const int64_t first_key = end > start ? find_first_needed_key(c, bound, state, block, end) : start;
     if (first_key < end) process_keys(c, bound, bias, state, batch, first_key, end, k, v, scores);
+    /* No row sees a key before the first visible key. */
     state->is_done |= start <= state->tile.first_visible_key;
 }
 
-/* Write the results of a tile. `line` is scratch memory for one row. */
-static void finish_tile(const Call *c, TileState *state, int64_t batch, int64_t head, int64_t row, real *line) {
+/* Write the results of the tile whose first query is `row`. `out_row` is scratch memory for one row. */
+static void finish_tile(const Call *c, TileState *state, int64_t batch, int64_t head, int64_t row, real *out_row) {
     const int padded = padded_dim(c);
     const int64_t head_index = batch * c->heads + head;
     const int64_t tile_index = head_index * query_tile_count(c) + row / QUERY_TILE;
     c->first_keys[tile_index] = (int32_t)state->first_key;
     c->dropped_mass[tile_index] = (float)state->dropped_mass;
     for (int i = 0; i < state->tile.row_count; i++) {
-        const real sum = state->weight_sum[i / LANES][i % LANES], max_score = state->max_score[i / LANES][i % LANES];
-        for (int t = 0; t < padded; t++) line[t] = state->out[t * QUERY_TILE + i] / sum;
-        write_row(c, row_address(c, &c->out, batch, head, row + i), line);
+        const real sum = state->weight_sum[i / LANES][i % LANES];
+        const real max_score = state->max_score[i / LANES][i % LANES];
+        for (int t = 0; t < padded; t++) out_row[t] = state->out[t * QUERY_TILE + i] / sum;
+        write_row(c, row_address(c, &c->out, batch, head, row + i), out_row);
         c->lse[head_index * c->q_len + row + i] = (double)max_score + log((double)sum);
     }
 }
@@ -285,29 +317,41 @@ static void forward_item(void *context, int64_t item, void *scratch) {
     const ForwardContext *forward = context;
     const Call *c = forward->call;
     const int padded = padded_dim(c);
-    const int64_t items_per_head = blocks_of(c->q_len, ROWS_PER_ITEM), head_index = item / items_per_head;
-    const int64_t batch = head_index / c->heads, head = head_index % c->heads, kv = kv_head_of(c, head);
+    const int64_t items_per_head = blocks_of(c->q_len, ROWS_PER_ITEM);
+    const int64_t head_index = item / items_per_head; /* the index in (batch, heads) */
+    const int64_t batch = head_index / c->heads;
+    const int64_t head = head_index % c->heads;
+    const int64_t kv = kv_head_of(c, head);
     /* The last queries read the most keys. They come first, so that no thread ends with a long item. */
     const int64_t row = (items_per_head - 1 - item % items_per_head) * ROWS_PER_ITEM;
     const Bound *bound = &forward->bounds[head_index];
     const HeadBias bias = bias_of_head(c, batch, head);
-    real *k_rows = scratch, *v_rows = k_rows + KEY_BLOCK * padded, *scores = v_rows + KEY_BLOCK * padded;
+
+    /* Divide the scratch memory. */
+    real *k_rows = scratch;
+    real *v_rows = k_rows + KEY_BLOCK * padded;
+    real *scores = v_rows + KEY_BLOCK * padded;
     real *tile_memory = scores + KEY_BLOCK * QUERY_TILE;
 
     TileState states[TILES_PER_ITEM];
-    int count = 0;
+    const int64_t tile_size = (2 * padded + key_centroid_count(c)) * QUERY_TILE;
+    int count = 0; /* the number of tiles */
     for (; count < TILES_PER_ITEM && row + count * QUERY_TILE < c->q_len; count++) {
         TileState *state = &states[count];
-        state->queries = tile_memory + count * (2 * padded + key_centroid_count(c)) * QUERY_TILE;
+        state->queries = tile_memory + count * tile_size;
         state->out = state->queries + padded * QUERY_TILE;
         state->centroid_scores = state->out + padded * QUERY_TILE;
         const int64_t tile_row = row + count * QUERY_TILE;
         init_query_tile(c, batch, tile_row, &state->tile);
-        begin_tile(c, bound, state, read_rows(c, &c->q, batch, head, tile_row, QUERY_TILE, c->q_len, k_rows));
+        const real *q = read_rows(c, &c->q, batch, head, tile_row, QUERY_TILE, c->q_len, k_rows);
+        begin_tile(c, bound, state, q);
     }
-    /* All tiles of the item share the keys and values of a block. */
+
+    /* Read the blocks from the nearest block to the most distant block, until all tiles are done. All tiles of the item
+     * share the keys and values of a block. */
     int active_tiles = count;
-    for (int64_t block = states[count - 1].tile.last_position / KEY_BLOCK; active_tiles; block--) {
+    const int64_t nearest_block = states[count - 1].tile.last_position / KEY_BLOCK;
+    for (int64_t block = nearest_block; active_tiles; block--) {
         const real *k = read_rows(c, &c->k, batch, kv, block * KEY_BLOCK, KEY_BLOCK, c->k_len, k_rows);
         const real *v = read_rows(c, &c->v, batch, kv, block * KEY_BLOCK, KEY_BLOCK, c->k_len, v_rows);
         for (int p = 0; p < count; p++) {

@@ -33,8 +33,10 @@ enum {
     DIM_PADDING = 16,
 };
 
-/* Compute dots[key][query] for `key_count` keys, rounded up to a multiple of four. The rows of `k` are `stride`
- * apart. */
+/* Compute dots[key][query], the dot product of each key with each query of a tile.
+ *
+ * `queries` holds the tile as [dim][query]. The rows of `k` are `stride` numbers apart. The number of keys is rounded
+ * up to a multiple of four, because each step computes four keys. */
 static void compute_dots(const real *restrict queries, const real *restrict k, int64_t stride, int dim, int key_count,
                          real *restrict dots) {
     for (int j = 0; j < key_count; j += 4) {
@@ -45,22 +47,25 @@ static void compute_dots(const real *restrict queries, const real *restrict k, i
             for (int t = begin; t < end; t++) {
                 vec query[TILE_VECTORS];
                 for (int w = 0; w < TILE_VECTORS; w++) query[w] = load(queries + t * QUERY_TILE + w * LANES);
-                for (int w = 0; w < TILE_VECTORS; w++) sum[0][w] += spread(k0[t]) * query[w];
-                for (int w = 0; w < TILE_VECTORS; w++) sum[1][w] += spread(k1[t]) * query[w];
-                for (int w = 0; w < TILE_VECTORS; w++) sum[2][w] += spread(k2[t]) * query[w];
-                for (int w = 0; w < TILE_VECTORS; w++) sum[3][w] += spread(k3[t]) * query[w];
+                for (int w = 0; w < TILE_VECTORS; w++) sum[0][w] += broadcast(k0[t]) * query[w];
+                for (int w = 0; w < TILE_VECTORS; w++) sum[1][w] += broadcast(k1[t]) * query[w];
+                for (int w = 0; w < TILE_VECTORS; w++) sum[2][w] += broadcast(k2[t]) * query[w];
+                for (int w = 0; w < TILE_VECTORS; w++) sum[3][w] += broadcast(k3[t]) * query[w];
             }
             for (int r = 0; r < 4; r++)
                 for (int w = 0; w < TILE_VECTORS; w++) {
                     real *target = dots + (j + r) * QUERY_TILE + w * LANES;
+                    /* The first partial sum is stored. All later partial sums are added. */
                     store(target, begin ? load(target) + sum[r][w] : sum[r][w]);
                 }
         }
     }
 }
 
-/* Add the sum over keys of rows[key][dim] * weights[key][query] to out[dim][query]. `dim` must be a multiple of
- * four. */
+/* Add the sum over keys of rows[key][dim] * weights[key][query] to out[dim][query].
+ *
+ * `rows` are the values (or the keys) of `key_count` keys, which are `stride` numbers apart. `dim` must be a multiple
+ * of four, because each step computes four dimensions. */
 static void add_weighted_rows(real *restrict out, const real *restrict rows, int64_t stride, int dim, int key_count,
                               const real *restrict weights) {
     for (int t = 0; t < dim; t += 4) {
@@ -70,7 +75,7 @@ static void add_weighted_rows(real *restrict out, const real *restrict rows, int
             vec weight[TILE_VECTORS];
             for (int w = 0; w < TILE_VECTORS; w++) weight[w] = load(weights + j * QUERY_TILE + w * LANES);
             for (int r = 0; r < 4; r++)
-                for (int w = 0; w < TILE_VECTORS; w++) sum[r][w] += spread(row[r]) * weight[w];
+                for (int w = 0; w < TILE_VECTORS; w++) sum[r][w] += broadcast(row[r]) * weight[w];
         }
         for (int r = 0; r < 4; r++)
             for (int w = 0; w < TILE_VECTORS; w++) {
@@ -83,8 +88,9 @@ static void add_weighted_rows(real *restrict out, const real *restrict rows, int
 /* The number of vectors of dimensions that `add_key_gradients` sums at a time. */
 enum { GRADIENT_VECTORS = 2 };
 
-/* Compute a part of `add_key_gradients`: `key_count` keys and GRADIENT_VECTORS vectors of dimensions. The function is
- * inlined with a constant number of keys, so that all sums are registers. */
+/* Compute a part of `add_key_gradients`, for at most six keys and GRADIENT_VECTORS * LANES dimensions.
+ *
+ * The compiler inlines the function with a constant `key_count`, so that all sums are kept in registers. */
 INLINE void add_key_gradients_part(int key_count, real *restrict grad, const real *restrict rows, int64_t stride,
                                    const real *restrict weights) {
     vec sum[6][GRADIENT_VECTORS] = {{{0}}};
@@ -92,7 +98,7 @@ INLINE void add_key_gradients_part(int key_count, real *restrict grad, const rea
         vec row[GRADIENT_VECTORS];
         for (int w = 0; w < GRADIENT_VECTORS; w++) row[w] = load(rows + i * stride + w * LANES);
         for (int r = 0; r < key_count; r++)
-            for (int w = 0; w < GRADIENT_VECTORS; w++) sum[r][w] += spread(weights[r * QUERY_TILE + i]) * row[w];
+            for (int w = 0; w < GRADIENT_VECTORS; w++) sum[r][w] += broadcast(weights[r * QUERY_TILE + i]) * row[w];
     }
     for (int r = 0; r < key_count; r++)
         for (int w = 0; w < GRADIENT_VECTORS; w++) {

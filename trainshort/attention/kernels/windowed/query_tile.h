@@ -22,8 +22,10 @@ static void init_query_tile(const Call *c, int64_t batch, int64_t row, QueryTile
     tile->first_position = position_of_row(c, row);
     tile->last_position = tile->first_position + tile->row_count - 1;
     tile->first_visible_key = larger_of(0, tile->first_position - c->window + 1);
-    const int32_t *segment_ids = c->segment_ids ? c->segment_ids + batch * c->k_len : NULL;
+
+    /* The earliest start of a segment to which a row of the tile belongs. */
     int64_t earliest_start = tile->last_position;
+    const int32_t *segment_ids = c->segment_ids ? c->segment_ids + batch * c->k_len : NULL;
     for (int i = 0; i < QUERY_TILE; i++) {
         /* Padding rows get the segment of the last row. */
         const int64_t position = smaller_of(tile->first_position + i, tile->last_position);
@@ -33,8 +35,9 @@ static void init_query_tile(const Call *c, int64_t batch, int64_t row, QueryTile
     if (segment_ids) tile->first_visible_key = larger_of(tile->first_visible_key, earliest_start);
 }
 
-/* Return the distances of the rows of vector `w` to a key. The positions are subtracted as integers, because a float
- * cannot represent all positions above 2^24. */
+/* Return the distances of LANES rows of a tile to a key, starting with row `w` * LANES.
+ *
+ * The positions are subtracted as integers, because a float cannot represent all positions above 2^24. */
 INLINE vec distances_to_key(const QueryTile *tile, int64_t key, int w) {
     vec row;
     for (int i = 0; i < LANES; i++) row[i] = (real)(w * LANES + i);
@@ -46,14 +49,17 @@ INLINE int count_visible_keys(const QueryTile *tile, int64_t start) {
     return (int)larger_of(0, smaller_of(KEY_BLOCK, tile->last_position - start + 1));
 }
 
-/* Replace each dot product by the score with a decay bias: scale * dot + c[row] - c[key]. */
+/* Replace each dot product in `scores` by the score with a decay bias: scale * dot + c[row] - c[key].
+ *
+ * c is the cumulative log decay. The keys are the `key_count` keys from `start` on. */
 static void add_decay_bias(const QueryTile *tile, real scale, const double *cumulative_decay, int64_t start,
                            int key_count, real *restrict scores) {
     vec high[TILE_VECTORS], low[TILE_VECTORS];
     for (int i = 0; i < QUERY_TILE; i++) {
         const int64_t position = smaller_of(tile->first_position + i, tile->last_position);
         const SplitDouble row = split_double(cumulative_decay[position]);
-        high[i / LANES][i % LANES] = row.high, low[i / LANES][i % LANES] = row.low;
+        high[i / LANES][i % LANES] = row.high;
+        low[i / LANES][i % LANES] = row.low;
     }
     for (int j = 0; j < key_count; j++) {
         const SplitDouble key = split_double(cumulative_decay[smaller_of(start + j, tile->last_position)]);
@@ -64,7 +70,8 @@ static void add_decay_bias(const QueryTile *tile, real scale, const double *cumu
     }
 }
 
-/* Replace each dot product by the score: scale * dot + bias. The keys are the `key_count` keys from `start` on. */
+/* Replace each dot product in `scores` by the score: scale * dot + bias. The keys are the `key_count` keys from `start`
+ * on. */
 static void add_bias(const QueryTile *tile, real scale, HeadBias bias, int64_t start, int key_count,
                      real *restrict scores) {
     if (bias.cumulative_decay) {
@@ -95,14 +102,17 @@ INLINE int needs_mask(const Call *c, const QueryTile *tile, int64_t start, int k
     return c->segment_ids || has_future_keys || has_keys_outside_window;
 }
 
-/* Return which rows of vector `w` must not see a key. */
+/* Return which of LANES rows of a tile must not see a key, starting with row `w` * LANES. All bits of a hidden row are
+ * set in the result. */
 INLINE ivec hidden_rows(const Call *c, const QueryTile *tile, int64_t batch, int64_t key, int w) {
     ivec row;
     for (int i = 0; i < LANES; i++) row[i] = w * LANES + i;
-    /* The row at first_position + row sees the key if 0 <= first_position + row - key < window. */
-    const int64_t first_row = key - tile->first_position, end_row = first_row + c->window;
-    ivec hidden = (row < (whole)smaller_of(larger_of(first_row, 0), QUERY_TILE)) |
-                  (row >= (whole)smaller_of(larger_of(end_row, 0), QUERY_TILE));
+    /* A row sees the key if 0 <= first_position + row - key < window. These are the rows from first_row to end_row - 1.
+     * Both limits are limited to the rows of the tile, so that they fit into `lane_int`, the integer type of `ivec`. */
+    const int64_t first_row = key - tile->first_position;
+    const int64_t end_row = first_row + c->window;
+    ivec hidden = (row < (lane_int)smaller_of(larger_of(first_row, 0), QUERY_TILE)) |
+                  (row >= (lane_int)smaller_of(larger_of(end_row, 0), QUERY_TILE));
     if (c->segment_ids) {
         /* Keys after the last key lie in the future of every row, so their segment has no effect. */
         const int64_t last_key = smaller_of(key, c->k_len - 1);
@@ -118,7 +128,7 @@ static void mask_scores(const Call *c, const QueryTile *tile, int64_t batch, int
         for (int w = 0; w < TILE_VECTORS; w++) {
             real *score = scores + j * QUERY_TILE + w * LANES;
             const ivec hidden = hidden_rows(c, tile, batch, start + j, w);
-            store(score, choose(hidden, spread(-INFINITY), load(score)));
+            store(score, select_lanes(hidden, broadcast(-INFINITY), load(score)));
         }
 }
 
