@@ -124,7 +124,7 @@ def test_stored_results_are_compared_without_measuring(tmp_path, capsys):
         (lambda text: text[:100], "JSON", False),
         (lambda text: '{"format": 1, "entries": {}}\n', "is not a result of `trainshort bench`", True),
         (lambda text: "[1]", "expected a JSON object", False),
-        (lambda text: text.replace(f'"format": {BENCH_FORMAT}', '"format": 9'), "got 9", True),
+        (lambda text: text.replace(f'"format": {BENCH_FORMAT}', '"format": 9'), "format 9", True),
         (lambda text: text.replace('"value": 10.0', '"value": "ten"', 1), "is a damaged benchmark result", True),
         (lambda text: text.replace('"value": 10.0', '"value": NaN', 1), "is a damaged benchmark result", True),
         (lambda text: text.replace('"value": 10.0', '"value": 9.0', 1), "hecksum", False),

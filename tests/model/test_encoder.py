@@ -203,7 +203,7 @@ def test_evaluation_of_an_encoder_rejects_stride(trained, capsys):
     _, folder, _ = trained
     assert run_command("evaluate", str(folder / "run"), "--stride", "8") == 2
     message = capsys.readouterr().err
-    assert "encoder" in message
+    assert "encoder" in message.lower()
     assert "--stride" in message
 
 

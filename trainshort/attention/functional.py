@@ -335,11 +335,14 @@ def _find_best_backend(call: AttentionCall) -> Backend:
     for name in candidates:
         reason = _reason_not_to_choose(backends.get(name), call)
         if reason is None:
+            backend = _use_reference_if_short(name, call)
+            if backend is not backends.get(name):
+                return backend  # The log names the backend of longer calls only.
             message = f"attention backend: {name}"
             if skipped_backends:
                 message += f" ({'; '.join(skipped_backends)})"
             log_once(message, key=name, level=logging.INFO)
-            return _use_reference_if_short(name, call)
+            return backend
         # A reason may end with advice such as "; use 'sdpa'". The advice is only for users who named a backend.
         reason_without_advice = reason.partition("; use ")[0]
         skipped_backends.append(f"not {name}: {reason_without_advice}")

@@ -176,7 +176,7 @@ class Doctor:
 
         findings = doctor(self.model)
         if self.json:
-            print(findings.to_json())
+            print(escape_control_characters(findings.to_json()))
         else:
             # The names in a model folder could contain control characters of the terminal.
             print(escape_control_characters(str(findings)))

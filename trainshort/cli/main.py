@@ -22,7 +22,7 @@ from trainshort.utils.terminal import preserve_signal_handlers, print_status, sh
 # The module in trainshort/cli that defines each command, and the line that `trainshort --help` shows for the command.
 # The class of a command has the name of the command with a capital letter, such as `Evaluate`.
 COMMANDS = {
-    "demo": ("paper", "train and compare four position methods in ten minutes"),
+    "demo": ("paper", "train and compare four position methods in about ten minutes"),
     "analyze": ("evaluate", "analyze context use, attention distance and cost"),
     "bench": ("bench", "measure speed and memory against other implementations"),
     "convert": ("import_export", "convert a model to ALiBi"),

@@ -153,7 +153,7 @@ def write_and_summarize_report(runs_folder: Path, report_folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Demo:
-    """Train and compare four position methods in ten minutes, and write the report
+    """Train and compare four position methods in about ten minutes, and write the report
 
     The models are trained at 128 tokens and evaluated at up to 2,048 tokens. One more model is trained at 768 tokens.
     The command is equivalent to `trainshort reproduce --scale laptop --only demo`. If the command is interrupted, run

@@ -76,7 +76,7 @@ backends: "Registry[Backend]" = Registry(
         ),
         "windowed-torch": (
             "trainshort.attention.backends.windowed:WINDOWED_TORCH",
-            "The same as 'windowed' in plain PyTorch. 'windowed' uses this code if no C++ kernel can be built.",
+            "The same as 'windowed' in plain PyTorch. 'windowed' uses this code if no C kernel can be built.",
         ),
     },
 )

@@ -3,7 +3,7 @@
 common/     simd.h          vectors of eight floats, and functions on them
             thread_pool.h   distributes the items of a work queue over several threads (thread_pool.c)
 
-windowed/   windowed.c      the functions that attention/backends/custom_op.py calls
+windowed/   windowed.c      the functions that attention/backends/ctypes_call.py calls
             args.h          the arguments of a call
             matmul.h        the matrix products
             query_tile.h    groups of query rows that are processed together

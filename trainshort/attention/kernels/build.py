@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 FLAGS = ("-O3", "-std=gnu11", "-mavx2", "-mfma", "-mf16c", "-fPIC", "-shared", "-pthread")
 
 BUILD_TIMEOUT_SECONDS = 120
-"""The longest time that a call of the compiler may take. A build takes a few seconds."""
+"""The longest time that a call of the compiler may take. A build takes about 10 seconds."""
 
 SHA256_BYTES = 32
 
@@ -71,7 +71,7 @@ def load(name: str, folder: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     if library is not None:
         return library
 
-    log.warning(f"building the kernel '{name}' in {library_path.parent}, about 10 s")
+    log.warning(f"building the kernel '{name}' in {library_path.parent}, which takes about 10 seconds")
     include_flags = [f"-I{source_folder}" for source_folder in source_folders]
     sources = []
     for source_folder in source_folders:

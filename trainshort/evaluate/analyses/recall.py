@@ -53,8 +53,8 @@ def choose_distances(context: AnalysisContext) -> list[int]:
     largest_sample_length = sample_length(context, largest)
     if is_user_choice and largest_sample_length > max_sample_length:
         raise InputError(
-            f"Recall at a distance of {largest:,} tokens requires an input of {largest_sample_length:,} tokens, but "
-            f"the text and the model allow {max_sample_length:,}. Use a longer text or shorter --lengths."
+            f"The analysis 'recall' at a distance of {largest:,} tokens requires an input of "
+            f"{largest_sample_length:,} tokens, but the text and the model allow {max_sample_length:,}. Use a longer text or shorter --lengths."
         )
     distances = []
     for distance in requested:

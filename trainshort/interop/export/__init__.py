@@ -94,7 +94,7 @@ def export(path: Path, to: str, out: Path, dtype: str | None = None) -> tuple[st
     target = targets.get(to)
     dtype = dtype or target.dtypes[0]
     if dtype not in target.dtypes:
-        raise InputError(f"Export to {to} supports the dtypes {', '.join(target.dtypes)}, got '{dtype}'.")
+        raise InputError(f"--to {to} supports the dtypes {', '.join(target.dtypes)}, got '{dtype}'.")
     run = open_run(path, dtype)
     check_supported(to, run.model.config, target.requirements)
     tokenizer_problem = target.tokenizer_unsupported_reason(run.tokenizer)

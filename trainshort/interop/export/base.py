@@ -25,7 +25,7 @@ MAX_LOG_PROBABILITIES = 1 << 24
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The best checkpoint of a run, which is exported.
+    """The checkpoint that is exported.
 
     Attributes:
         path: The run folder or the checkpoint.
@@ -122,7 +122,6 @@ class ExportTarget:
     """A program or file format that runs can be exported to.
 
     Attributes:
-        summary: A description of one line for `trainshort list`.
         requirements: What the target requires of a model.
         transform: Changes the weights, so that the target supports the model and the logits stay the same.
         write: Writes the files of an export into a folder.
@@ -134,7 +133,6 @@ class ExportTarget:
             text continues the sentence "Export to this target does not support".
     """
 
-    summary: str
     requirements: tuple[Requirement, ...]
     transform: Callable[[ExportModel], ExportModel]
     write: Callable[[Path, ExportSource], None]

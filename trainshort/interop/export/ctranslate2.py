@@ -201,7 +201,6 @@ class CTranslate2(Runtime):
 
 
 CTRANSLATE2 = ExportTarget(
-    summary="CTranslate2, as its own decoder",
     requirements=REQUIREMENTS,
     transform=fold_scales,
     write=write,

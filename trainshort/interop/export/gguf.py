@@ -380,7 +380,6 @@ def _read_vocab_size(path: Path) -> int:
 
 
 GGUF = ExportTarget(
-    summary="llama.cpp, as an MPT or a BLOOM (GGUF)",
     requirements=REQUIREMENTS,
     transform=transform,
     write=write,

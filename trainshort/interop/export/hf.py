@@ -172,7 +172,6 @@ class Transformers(Runtime):
 MAX_ERRORS = {"f32": MaxError(logits=1e-4, kl=1e-6)}
 
 HF = ExportTarget(
-    summary="transformers, by trainshort's own class; any model",
     requirements=(),
     transform=identity,
     write=write,

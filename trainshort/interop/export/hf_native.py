@@ -181,7 +181,6 @@ def write_bloom(folder: Path, run: ExportSource) -> None:
 _LOADING = "AutoModelForCausalLM.from_pretrained, in float32"
 
 HF_MPT = ExportTarget(
-    summary="transformers, as an MPT",
     requirements=MPT_REQUIREMENTS,
     transform=transform_for_mpt,
     write=write_mpt,
@@ -190,7 +189,6 @@ HF_MPT = ExportTarget(
     loading=_LOADING,
 )
 HF_BLOOM = ExportTarget(
-    summary="transformers, as a BLOOM",
     requirements=BLOOM_REQUIREMENTS,
     transform=transform_for_bloom,
     write=write_bloom,

@@ -1,7 +1,7 @@
 /* Vectors of eight floats (or four doubles), and the operations on them that the kernels use.
  *
  * The type `real` is float. With -DREAL_IS_DOUBLE, it is double, which the tests of gradients use. The processor must
- * support AVX2, FMA and F16C. kernels/build.py checks this before it loads a library.
+ * support AVX2, FMA and F16C. kernels/build.py loads a library only if PyTorch reports a processor with AVX2.
  */
 #ifndef TRAINSHORT_SIMD_H
 #define TRAINSHORT_SIMD_H
