@@ -54,7 +54,8 @@ def choose_distances(context: AnalysisContext) -> list[int]:
     if is_user_choice and largest_sample_length > max_sample_length:
         raise InputError(
             f"The analysis 'recall' at a distance of {largest:,} tokens requires an input of "
-            f"{largest_sample_length:,} tokens, but the text and the model allow {max_sample_length:,}. Use a longer text or shorter --lengths."
+            f"{largest_sample_length:,} tokens, but the text and the model allow "
+            f"{max_sample_length:,}. Use a longer text or shorter --lengths."
         )
     distances = []
     for distance in requested:
