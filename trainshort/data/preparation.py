@@ -222,16 +222,17 @@ def _open_checked(folder: Path, config: DataConfig) -> PreparedDataset:
 
 
 def _load_or_create_state(context: PrepareContext, resume: bool) -> PrepareState:
-    """Return the state from which the preparation continues.
+    """Return the stored state of an interrupted preparation, or create a new state.
 
-    If there is no such state, or if `resume` is False, files of an interrupted preparation are deleted, and a new state
-    is stored.
+    The stored state is returned if it belongs to the same request and `resume` is True. Otherwise the files of the
+    interrupted preparation are deleted, and a new state is stored.
 
     Raises:
         InputError: If the folder holds other files, or an interrupted preparation with other settings.
     """
     state = read_prepare_state(context.folder)
-    # An interrupted preparation without a cursor has no tokens yet. It can be replaced without a loss.
+    # A state without a cursor (a position in the text) belongs to a preparation that has not written any tokens.
+    # Such a preparation is replaced without an error.
     if state is not None and state.cursor is not None:
         check_same_request(context.folder, state.request, context.config, "holds an unfinished preparation")
     if state is not None and state.request == context.request and resume:

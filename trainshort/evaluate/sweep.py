@@ -220,9 +220,10 @@ def _row_for_error(error: Exception, target: Target, plan: Sweep, passes: Passes
         else:
             reason = f"the limit of {plan.max_gigabytes:g} GB is not enough memory"
         return _failed_row(passes, "out of memory", reason)
+    # A reason is returned only if the model does not support this length.
     reason = target.length_error_reason(error, passes.length)
     if reason is not None:
-        return _failed_row(passes, "cannot", reason)
+        return _failed_row(passes, status="cannot", reason=reason)
     return None
 
 

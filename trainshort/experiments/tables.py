@@ -46,7 +46,10 @@ def register_experiment(name: str, title: str, **settings: Any) -> Callable[[Cel
     """
 
     def register(make_cells: CellFunction) -> CellFunction:
-        """Register an experiment with the cells that `make_cells` yields. The cells are created later."""
+        """Register an experiment. `make_cells` yields its cells (the models and evaluations that it consists of).
+
+        The cells are created when the experiment is used for the first time.
+        """
 
         def make_experiment() -> Experiment:
             return Experiment(name, title, tuple(make_cells()), **settings)

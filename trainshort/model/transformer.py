@@ -219,7 +219,7 @@ class TransformerLM(nn.Module):
         Some position methods, such as sinusoidal positions, also add a vector for the position of each token.
         """
         x = self.vocabulary.embed(tokens)
-        if self.config.embedding_scale:
+        if self.config.embedding_scale:  # whether embeddings are multiplied by the square root of the width
             x = x * self.config.width**0.5
         if self.config.embedding_factor != 1:
             x = x * self.config.embedding_factor

@@ -398,7 +398,9 @@ def _multiple_ticks(headline: Headline) -> tuple[tuple[float, str], ...]:
 
 def _figure_note(headline: Headline, *, with_paper: bool) -> str:
     """Return the caption of the figure."""
-    corpus = headline.curves[0].stored[0].evaluation.corpus
+    # All curves show results for the same text, so the description of the first result is used.
+    first_evaluation = headline.curves[0].stored[0].evaluation
+    corpus = first_evaluation.corpus
     note = (
         f"Solid lines: perplexity on {corpus['tokens']:,} tokens of the {corpus['split']} split of {corpus['name']}. "
         "Bands: 95 % interval over the text, or range over the seeds."

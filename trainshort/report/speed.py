@@ -171,7 +171,7 @@ def _suite_parts(collection: Collection) -> list[SuitePart]:
     parts: list[SuitePart] = []
     for index, inputs in enumerate(_find_case_values(collection, "attention", "inputs")):
         name_suffix = f"-{index + 1}" if index else ""
-        title_suffix = f", {inputs} inputs"
+        title_suffix = f", {inputs} inputs"  # such as ", normal inputs"
         parts.append(SuitePart("attention", {"inputs": inputs}, ATTENTION_FIGURES, name_suffix, title_suffix))
 
     parts.append(SuitePart("training", {}, (TRAINING_FIGURE,)))

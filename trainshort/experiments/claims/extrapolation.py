@@ -444,13 +444,17 @@ def check_early_tokens(view: ScaleView) -> Outcome:
 
 
 def _find_scored_rows(view: ScaleView, query: Query) -> list[tuple[LengthScore, Path]]:
-    """Return the results of ALiBi's first seed at 1 and 2 times the training length. Missing results are left out."""
+    """Return the results of an ALiBi model at 1 and 2 times its training length. Missing results are left out.
+
+    The model is the first seed of the model that was trained with the shortest length.
+    """
     runs = view.find_runs(wikitext_variant("alibi"))
     if not runs:
         return []
     rows = runs[0].rows(query)
     results: list[tuple[LengthScore, Path]] = []
     for multiple in (1, 2):
+        # `scale_length` converts a length of the paper to the corresponding length of this scale.
         length = view.scale.scale_length(multiple * BASE_LENGTH)
         if length in rows and rows[length][0].status == "scored":
             results.append(rows[length])
