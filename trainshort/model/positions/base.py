@@ -1,6 +1,6 @@
 """The base class of position methods, and the registry that plug-ins add their methods to.
 
-A position method overrides one of three hooks. The Transformer calls all hooks for every method:
+A position method overrides at least one of four hooks. The Transformer calls all hooks for every method:
 
 - `embed` adds vectors to the token embeddings.
 - `rotate` rotates queries and keys in every layer.
