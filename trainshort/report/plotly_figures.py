@@ -23,7 +23,10 @@ def read_plotly_script() -> str:
 
 
 def plotly_specification(figure: Figure) -> dict[str, Any]:
-    """Return the traces and the layout of a figure for `Plotly.react`."""
+    """Return the traces and the layout of a figure for `Plotly.react`, the JavaScript function that draws it.
+
+    A trace is an object that plotly draws, such as a line, a band or a group of bars.
+    """
     traces: list[dict[str, Any]] = []
     for series in figure.series:
         if figure.kind == "bars":
@@ -52,7 +55,13 @@ def _make_layout(figure: Figure) -> dict[str, Any]:
 
 
 def _make_axis(label: str, is_log: bool, ticks: list[float]) -> dict[str, Any]:
-    """Return an axis. Ticks are set only for a logarithmic axis. Plotly chooses the ticks of other axes."""
+    """Return the plotly settings of an axis.
+
+    Args:
+        label: The label of the axis.
+        is_log: Whether the axis is logarithmic.
+        ticks: The values of the ticks of a logarithmic axis. Plotly chooses the ticks of other axes.
+    """
     axis_type = "log" if is_log else "-"  # With "-", plotly chooses the type from the data.
     axis = {"title": {"text": label}, "type": axis_type, "automargin": True}
     if is_log and ticks:
@@ -142,7 +151,7 @@ def _band_trace(series: Series) -> dict[str, Any]:
         "hoverinfo": "skip",
         "showlegend": False,
         "legendgroup": series.name,
-        "meta": "band",
+        "meta": "band",  # The script of the page recognizes bands by this value.
     }
 
 

@@ -124,10 +124,12 @@ class Collection:
 
 
 def _belongs_to_scale(scale: Scale, name: str, position: str, seed: int) -> bool:
-    """Return whether a scale has a model with this run name.
+    """Return whether a run is a model of the paper at a scale.
+
+    The run names of all models of the scale with the same training length are computed and compared with `name`.
 
     Args:
-        scale: The scale.
+        scale: The size at which experiments are run (laptop, gpu or paper).
         name: The run name, such as "alibi-128-0123abcd". The last part is a hash of all settings.
         position: The position method of the run, which may also be a plug-in.
         seed: The seed of the run.
@@ -138,6 +140,7 @@ def _belongs_to_scale(scale: Scale, name: str, position: str, seed: int) -> bool
     setups = SETUPS[:1] if scale.uses_single_corpus else SETUPS
     for setup in setups:
         for length in LENGTHS:
+            # `scale_length` converts a length of the paper to the length of this scale, such as 512 to 128.
             if str(scale.scale_length(length)) == length_text:
                 variant = Variant(setup, position, length, seed)
                 if scale.run_name(variant) == name:
@@ -237,7 +240,8 @@ def read_costs(root: Path) -> dict[str, Any]:
         root: The folder that contains the run folders.
 
     Returns:
-        The entries by run name. The dictionary is empty if nothing was measured, or if the file has an old format.
+        The entries of the cost file by run name. An entry contains the measured times, the memory and the training
+        length of a model. The dictionary is empty if nothing was measured, or if the file has an old format.
 
     Raises:
         InputError: If the file is damaged.

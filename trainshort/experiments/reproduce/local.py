@@ -109,7 +109,7 @@ def run_parallel(jobs: list[Job], root: Path, on_done: Callable[[str], None], pa
 
 
 def _scheduling_key(item: tuple[Job, JobStep]) -> tuple[int, bool, int]:
-    """Return a sort key for the step of a job. The step with the smallest key runs first.
+    """Return a sort key for one step of a job (training or evaluation). The step with the smallest key runs first.
 
     All models of one seed are finished before the next seed. Training goes before evaluation. Long training sequences
     go before short ones, because the slowest job must not start last.

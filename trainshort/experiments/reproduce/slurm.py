@@ -96,6 +96,7 @@ def read_slurm_config(path: Path | None, gpus: int) -> SlurmConfig:
         return SlurmConfig.parse({"gpus": gpus, **values})
     except (tomllib.TOMLDecodeError, InputError) as error:
         message = str(error)
+        # The messages of `tomllib` do not end with a period.
         if not message.endswith((".", "?")):
             message += "."
         raise InputError(f"Invalid site file {path}: {message}") from None
@@ -112,7 +113,15 @@ class ClusterJob:
     cores: int | None
 
     def __call__(self, job: Job, root: Path) -> str:
-        """Run the job and return its name."""
+        """Run a job in the process that submitit started on the cluster.
+
+        Args:
+            job: The job, which trains and evaluates one model.
+            root: The folder that contains the run folders.
+
+        Returns:
+            The name of the job.
+        """
         if self.cores:
             import torch
 
@@ -121,9 +130,9 @@ class ClusterJob:
             return run_job(job, root)
 
     def checkpoint(self, job: Job, root: Path) -> Any:
-        """Return what submitit submits again after a time limit or a preemption.
+        """Return the call that submitit submits again after a time limit or a preemption. submitit calls this method.
 
-        The job continues from its last checkpoint, so the same call is submitted again.
+        The same call is submitted again. The training then continues from the last checkpoint in the run folder.
         """
         from submitit.helpers import DelayedSubmission
 
@@ -178,10 +187,11 @@ def run_on_cluster(
     # submitit is an optional package. `make_executor` raises InputError if it is not installed.
     from submitit.core.utils import FailedJobError
 
-    prepare_data(jobs)
+    prepare_data(jobs)  # All cluster jobs then read the prepared datasets.
     submitted: dict[str, Any] = {}
     try:
         for job in jobs:
+            # On the cluster, submitit calls `ClusterJob(config.cores)(job, root)`.
             submitted[job.name] = executor.submit(ClusterJob(config.cores), job, root.resolve())
     except (RuntimeError, OSError, FailedJobError) as error:
         raise InputError(
