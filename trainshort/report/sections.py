@@ -185,7 +185,7 @@ def _parse_reach_result(values: dict[str, Any]) -> ReachResult:
     """Convert the content of `analysis/reach.json`: how far the attention heads of a model look.
 
     Each row of the file is one attention head. Its "window" is the smallest number of recent tokens that hold the share
-    "mass" of the attention weights. Its "proven" window is a proven upper bound, or None without a proof. "length" is
+    "mass" of the attention weights. Its "proven" window is a proven upper bound of the window, or None without a proof. "length" is
     the number of tokens on which the windows were measured.
 
     Args:

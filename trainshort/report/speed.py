@@ -237,7 +237,7 @@ def _matches_case(row: Measurement, case: Mapping[str, str]) -> bool:
 
     Args:
         row: A row of a benchmark result.
-        case: The required values by key, such as `{"inputs": "random"}`. A missing key counts as an empty string.
+        case: The required values by key, such as `{"inputs": "normal"}`. A missing key counts as an empty string.
     """
     return all(row.case.get(key, "") == value for key, value in case.items())
 

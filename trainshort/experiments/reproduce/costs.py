@@ -85,8 +85,8 @@ def _group_by_length(configs: dict[str, RunConfig]) -> dict[int, dict[str, RunCo
         configs: The configs of the models, by run name.
 
     Returns:
-        The groups, by the largest training length that belongs to the group. Each group contains configs by run name. All models
-        with a training length up to `INTERLEAVE_MAX_LENGTH` are in one group. Longer models are grouped by their own
+        The groups, by the largest training length that belongs to the group. Each group contains configs by run name.
+        All models with a training length up to `INTERLEAVE_MAX_LENGTH` are in one group. Longer models are grouped by their own
         training length.
     """
     groups: dict[int, dict[str, RunConfig]] = {}
