@@ -410,7 +410,12 @@ def _multiple_ticks(headline: Headline) -> tuple[tuple[float, str], ...]:
 
 
 def _figure_note(headline: Headline, *, with_paper: bool) -> str:
-    """Return the caption of the figure."""
+    """Return the caption of the main figure.
+
+    Args:
+        headline: The curves.
+        with_paper: Whether the figure also shows the curves of the paper.
+    """
     # All curves show results for the same text, so the description of the first result is used.
     first_evaluation = headline.curves[0].stored[0].evaluation
     corpus = first_evaluation.corpus
@@ -458,7 +463,7 @@ def headline_sentences(headline: Headline) -> list[str]:
 
 
 def _best_method_sentence(headline: Headline) -> str:
-    """Return a sentence with the perplexities at the training length."""
+    """Return a sentence with the perplexities of all methods at the training length, the lowest one first."""
     length = headline.training_length
     best = min(headline.curves, key=lambda curve: curve.points[length])
     best_perplexity = f"{best.points[length]:.1f}"

@@ -37,7 +37,7 @@ def plotly_specification(figure: Figure) -> dict[str, Any]:
 
 
 def _make_layout(figure: Figure) -> dict[str, Any]:
-    """Return the axes, the ticks and the vertical lines of a figure."""
+    """Return the layout of a figure for plotly: the axes, the ticks, the legend and the vertical lines."""
     layout: dict[str, Any] = {
         "xaxis": _make_axis(figure.x_label, figure.x_log, choose_log_ticks(figure, "x")),
         "yaxis": _make_axis(figure.y_label, figure.y_log, choose_log_ticks(figure, "y")),
@@ -82,7 +82,7 @@ def _vertical_line(x: float) -> dict[str, Any]:
 
 
 def _bar_trace(series: Series) -> dict[str, Any]:
-    """Return a group of bars with their values as labels."""
+    """Return the plotly settings of a group of bars with their values as labels."""
     return {
         "type": "bar",
         "name": _remove_markup(series.name),
@@ -114,7 +114,11 @@ def _line_traces(series: Series) -> list[dict[str, Any]]:
 
 
 def _line_trace(series: Series) -> dict[str, Any]:
-    """Return a line with markers. A reference line is thin, dotted and has no markers."""
+    """Return the plotly settings of a line with markers. A reference line is thin, dotted and has no markers.
+
+    Args:
+        series: The name, the points and the color of the line, and whether it is a reference line.
+    """
     if series.is_reference:
         mode = "lines"
         opacity = 0.75
@@ -131,7 +135,7 @@ def _line_trace(series: Series) -> dict[str, Any]:
         "y": [value if math.isfinite(value) else None for value in series.y],  # JSON has no infinity.
         "line": line_style,
         "opacity": opacity,
-        "yaxis": "y2" if series.uses_right_axis else "y",
+        "yaxis": "y2" if series.uses_right_axis else "y",  # "y2" is the right axis.
         "legendgroup": series.name,
         "hovertemplate": "%{y:.2f}<extra>" + _remove_markup(series.name) + "</extra>",
     }
@@ -151,7 +155,7 @@ def _band_trace(series: Series) -> dict[str, Any]:
         "hoverinfo": "skip",
         "showlegend": False,
         "legendgroup": series.name,
-        "meta": "band",  # The script of the page recognizes bands by this value.
+        "meta": "band",  # marks the trace as a band; plotly ignores this value
     }
 
 

@@ -185,8 +185,8 @@ def _parse_reach_result(values: dict[str, Any]) -> ReachResult:
     """Convert the content of `analysis/reach.json`: how far the attention heads of a model look.
 
     Each row of the file is one attention head. Its "window" is the smallest number of recent tokens that hold the share
-    "mass" of the attention weights. Its "proven" window is a proven upper bound of the window, or None without a proof. "length" is
-    the number of tokens on which the windows were measured.
+    "mass" of the attention weights. Its "proven" window is a proven upper bound of the window, or None without a proof.
+    "length" is the number of tokens on which the windows were measured.
 
     Args:
         values: The content of the file, which `trainshort analyze` wrote.
@@ -295,7 +295,7 @@ def _format_training(collection: Collection) -> str:
     runs = collection.runs.values()
     if not runs:
         return ""
-    # The last record of a metrics log contains the totals of the run.
+    # `run.metrics` is the log of the training. Its last record contains the totals of the run.
     last_records = [run.metrics[-1] for run in runs if run.metrics]
     tokens = sum(record["tokens"] for record in last_records)
     minutes = sum(record["seconds"] for record in last_records) / 60
@@ -388,7 +388,10 @@ class TextSample:
 
 
 def find_samples(collection: Collection) -> list[TextSample]:
-    """Return the text samples of all runs, sorted by position method and training length."""
+    """Return the text samples of all runs, sorted by position method and training length.
+
+    A text sample is text that a trained model has generated. Runs without a sample are left out.
+    """
     hint = "Remove it. `trainshort demo` and `trainshort reproduce` create it again."
     samples: list[TextSample] = []
     for run in collection.runs.values():

@@ -361,6 +361,7 @@ def _describe_result(bench_result: BenchResult) -> str:
         parts.append(f"commit {commit[:12]}{plus}{changes}")
 
     tolerances: set[str] = set()
+    # The tolerance is the share of the attention weights that approximate attention may skip per query.
     for setting in bench_result.settings.values():
         if isinstance(setting, dict) and "tolerance" in setting:
             tolerances.add(str(setting["tolerance"]))

@@ -148,7 +148,7 @@ def _make_tables_record(collection: Collection, tables: list[Table]) -> dict[str
 
 
 def _make_table_record(table: Table) -> dict[str, Any]:
-    """Return one table as data for `tables.json`."""
+    """Return one table as data for `tables.json`. Each row consists of its label and the list of its cells."""
     return {
         "name": table.name,
         "title": table.title,

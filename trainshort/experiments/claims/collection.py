@@ -80,7 +80,10 @@ class Run:
 
 
 def _is_standard(evaluation: Evaluation) -> bool:
-    """Return whether an evaluation used the best checkpoint, windows without overlap and unchanged ALiBi slopes."""
+    """Return whether an evaluation used the standard settings.
+
+    The standard is the best checkpoint, windows that do not overlap, and the ALiBi slopes of the trained model.
+    """
     # An evaluation of a run folder uses the best checkpoint. An evaluation of another checkpoint has another kind.
     uses_best_checkpoint = evaluation.target["kind"] == "run"
     has_no_overlap = evaluation.protocol["stride"] is None
@@ -104,7 +107,11 @@ class Collection:
 
     @cached_property
     def scale(self) -> Scale | None:
-        """Return the scale that most of the runs belong to. None if no run belongs to a known scale."""
+        """Return the scale (laptop, gpu or paper) that most of the runs belong to.
+
+        A run belongs to a scale if it is a model of the paper at this size. The result is None if no run belongs to a
+        scale.
+        """
         # The position method and the seed of each model, by run name. Costs are always measured with seed 1.
         models = {name: (str(entry["position"]), 1) for name, entry in self.costs.items()}
         for name, run in self.runs.items():
@@ -179,7 +186,11 @@ def collect(paths: Sequence[Path]) -> Collection:
 
 
 def _read_runs(path: Path) -> list[Run]:
-    """Return the run at `path`, or all runs in the folder `path`."""
+    """Read the results of the run at `path`, or of all runs in the folder `path`.
+
+    Args:
+        path: A run folder, or a folder that contains run folders. A run folder contains a config file.
+    """
     if _has_config(path):
         return [_read_run(path)]
     runs: list[Run] = []

@@ -86,8 +86,8 @@ def _group_by_length(configs: dict[str, RunConfig]) -> dict[int, dict[str, RunCo
 
     Returns:
         The groups, by the largest training length that belongs to the group. Each group contains configs by run name.
-        All models with a training length up to `INTERLEAVE_MAX_LENGTH` are in one group. Longer models are grouped by their own
-        training length.
+        All models with a training length up to `INTERLEAVE_MAX_LENGTH` are in one group. Longer models are grouped by
+        their own training length.
     """
     groups: dict[int, dict[str, RunConfig]] = {}
     for name, config in configs.items():

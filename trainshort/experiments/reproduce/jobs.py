@@ -336,7 +336,10 @@ def fraction_done(jobs: Sequence[Job], root: Path) -> float:
 
 
 def _steps_done(folder: Path, job: Job) -> int:
-    """Return the number of training steps that are done. The metrics log is read if the training has not finished."""
+    """Return the number of training steps that are done.
+
+    If the training has not finished, the number is the last step in the metrics log of the run folder.
+    """
     if is_trained(folder, job):
         return job.config.train.steps
     steps = [record["step"] for record in read_metrics(RunFolder(folder))]
@@ -371,7 +374,14 @@ def train_model(job: Job, root: Path) -> None:
 
 
 def evaluate_model(job: Job, root: Path) -> None:
-    """Run the missing evaluations of a trained model, and generate its text sample if the job needs one."""
+    """Run the missing evaluations of a trained model.
+
+    If the job needs a text sample, also generate text, and measure how far the attention heads look ("reach").
+
+    Args:
+        job: The job of the model.
+        root: The folder that contains the run folders.
+    """
     from trainshort.evaluate.evaluation import evaluate
     from trainshort.evaluate.sweep import Sweep
     from trainshort.evaluate.targets import RunTarget

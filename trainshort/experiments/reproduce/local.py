@@ -41,7 +41,10 @@ class Worker:
 
 
 def default_parallelism() -> int:
-    """Return how many jobs run at the same time by default: one with a GPU, otherwise one per CPU core."""
+    """Return how many jobs run at the same time by default.
+
+    With a GPU one job runs at a time. Otherwise there is one job per CPU core, and at most `MAX_PARALLEL_JOBS`.
+    """
     import torch
 
     if torch.cuda.is_available():

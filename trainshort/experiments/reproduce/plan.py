@@ -275,6 +275,7 @@ def count_parameters(config: RunConfig) -> int:
 
     from trainshort.model.transformer import TransformerLM
 
+    # 0 in the config of the model means that the size of the vocabulary is taken from the dataset.
     vocab_size = config.model.vocab_size or config.data.vocab_size
     with torch.device("meta"):
         model = TransformerLM(config.model.replace(vocab_size=vocab_size))
@@ -314,7 +315,12 @@ def _format_requirements(entry: PlanEntry) -> str:
 
 
 def _format_total(timed_entries: Sequence[PlanEntry], scale: Scale) -> str:
-    """Return a sentence with the total time of all models whose time is known."""
+    """Return a sentence with the total training time of some models.
+
+    Args:
+        timed_entries: The plan of each model whose time is known.
+        scale: The size of the models. For the scale "paper", the speeds in the paper are used (GPUs of type V100).
+    """
     count = len(timed_entries)
     if scale.name == "paper":
         gpu_hours = sum(entry.gpus * (entry.hours or 0) for entry in timed_entries)

@@ -263,16 +263,20 @@ def _remove_finished(submitted: dict[str, Any], on_done: Callable[[str], None]) 
 
 
 def _find_jobs_missing_in_queue(submitted: dict[str, Any]) -> set[str]:
-    """Return the names of the jobs that are neither waiting nor running in Slurm."""
+    """Return the names of the jobs that are neither waiting nor running in Slurm.
+
+    Args:
+        submitted: The jobs of submitit, by name.
+    """
     queued_ids = _read_queue()
     if queued_ids is None:
-        return set()
+        return set()  # Slurm does not respond, so nothing is known about the jobs.
     return {name for name, submitit_job in submitted.items() if submitit_job.job_id not in queued_ids}
 
 
 def _read_queue() -> set[str] | None:
     """Return the IDs of all waiting and running Slurm jobs, or None if Slurm does not respond."""
-    command = ["squeue", "--noheader", "--format=%A"]
+    command = ["squeue", "--noheader", "--format=%A"]  # The output has one job ID per line.
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
