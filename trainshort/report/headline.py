@@ -318,7 +318,7 @@ def _longest_sinusoidal(collection: Collection, min_length: int, text: TextKey) 
         return ()
     longest = max(evaluations_by_length)
     name = f"{method_name(BASELINE_METHOD)} trained at {longest:,}"
-    curve = _make_curve(name, BASELINE_METHOD, evaluations_by_length[longest], longest)
+    curve = _make_curve(name, BASELINE_METHOD, evaluations_by_length[longest], min_length=longest)
     return (replace(curve, points={longest: curve.points[longest]}),)
 
 
@@ -373,7 +373,7 @@ def _curve_series(curve: MethodCurve, training_length: int) -> Series:
         high = tuple(curve.bounds[length][1] for length in lengths)
     multiples = tuple(length / training_length for length in lengths)
     perplexities = tuple(curve.points[length] for length in lengths)
-    return Series(curve.name, multiples, perplexities, curve.color, low, high)
+    return Series(curve.name, x=multiples, y=perplexities, color=curve.color, low=low, high=high)
 
 
 def _paper_series(headline: Headline) -> list[Series]:

@@ -199,7 +199,7 @@ def _parse_reach_result(values: dict[str, Any]) -> ReachResult:
     proven = sorted(float(row["proven"]) for row in result["rows"] if row["proven"] is not None)
     if not windows:
         raise LookupError("The file contains no heads.")  # `read_stored_result` translates this error for users.
-    return ReachResult(windows, proven, float(result["mass"]), int(result["length"]))
+    return ReachResult(windows, proven, mass=float(result["mass"]), length=int(result["length"]))
 
 
 def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
@@ -399,7 +399,8 @@ def find_samples(collection: Collection) -> list[TextSample]:
         parsed_sample = read_stored_result(path, _parse_sample, hint)
         if parsed_sample is not None:
             training_length, passages = parsed_sample
-            samples.append(TextSample(method_name(run.config.model.position), training_length, passages, path))
+            name = method_name(run.config.model.position)
+            samples.append(TextSample(name, training_length, passages, path))
 
     method_ranks = {name: rank for rank, name in enumerate(METHOD_NAMES.values())}
     last_rank = len(method_ranks)  # Methods that are not in the paper come last.
@@ -427,6 +428,7 @@ def _parse_sample(values: dict[str, Any]) -> tuple[int, list[Passage]]:
     for passage in values["passages"]:
         # "written" contains the text and the negative log-likelihood (nll) of each generated token.
         tokens = [_make_generated_token(str(text), float(nll)) for text, nll in passage["written"]]
+        # "end" is the position of the last token, and "given" is the end of the prompt.
         passages.append(Passage(int(passage["end"]), str(passage["given"]), tokens))
     return training_length, passages
 

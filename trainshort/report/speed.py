@@ -285,7 +285,7 @@ def _make_band_point(measure: Measure) -> BandPoint:
     spread = measure.value * relative_spread
     smallest_low = 0.05 * measure.value
     low = max(measure.value - spread, smallest_low)
-    return BandPoint(measure.value, low, measure.value + spread)
+    return BandPoint(measure.value, low, high=measure.value + spread)
 
 
 def _draw_lines(lines: Lines, colors: Mapping[str, str], name: str, title: str, x_label: str, y_label: str) -> Figure:
@@ -475,7 +475,8 @@ def _draw_bars(values: Sequence[tuple[dict[str, Any], float]], name: str, title:
     """Return a figure with one bar for each method, at the length that most entries have in common.
 
     Args:
-        values: Entries of the cost file, each with the value of its bar.
+        values: Pairs of an entry of the cost file and the value of its bar. An entry contains the position method and
+            the training length of a model.
         name: The name of the figure.
         title: The title.
         unit: The unit of the values.
@@ -488,7 +489,7 @@ def _draw_bars(values: Sequence[tuple[dict[str, Any], float]], name: str, title:
         if entry["length"] == length:
             position = str(entry["position"])
             label = method_name(position)
-            series.append(Series(label, (label,), (value,), method_color(position)))
+            series.append(Series(label, x=(label,), y=(value,), color=method_color(position)))
             descriptions.append(f"{label} {value:,.0f}")
     return Figure(
         name=name,

@@ -201,7 +201,7 @@ def _make_table(experiment: Experiment, view: ScaleView, sources: SourceFiles) -
     if len(columns) > MAX_COLUMNS:
         columns = {column: None for column in columns if column in measured_columns}
 
-    empty_cell = TableCell("", "")  # neither a measured nor a published number
+    empty_cell = TableCell(here="", paper="")  # neither a measured nor a published number
     return Table(
         name=experiment.name,
         title=experiment.title,
@@ -224,17 +224,18 @@ def _make_table_cell(cell: Cell, measured: MeasuredCell | None, sources: SourceF
     """
     paper = "" if cell.published is None else format_value(cell.published, cell.quantity)
     if measured is None:
-        return TableCell("", paper)
+        return TableCell(here="", paper=paper)
     link = sources.link(measured.sources[0])
     if not measured.values:
-        return TableCell(measured.status, paper, link)
+        return TableCell(here=measured.status, paper=paper, link=link)  # such as "out of memory"
 
     here = format_value(measured.value, cell.quantity)
     if measured.std is not None:
         here += f" ± {format_value(measured.std, cell.quantity)}"
     seed_count = len(measured.values)
     seeds = "1 seed" if seed_count == 1 else f"{seed_count} seeds"
-    return TableCell(here, paper, link, f"{measured.value!r} over {seeds}", measured.values)
+    exact_number = f"{measured.value!r} over {seeds}"  # shown as a tooltip
+    return TableCell(here, paper, link, title=exact_number, values=measured.values)
 
 
 def format_value(value: float, quantity: str) -> str:
@@ -312,7 +313,7 @@ def _find_differences(experiment: Experiment, view: ScaleView) -> list[Differenc
             change = view.compare_perplexities((cell.variant, cell.protocol), (baseline.variant, baseline.protocol))
             if change is not None:
                 text = str(change) if change.is_significant else f"inconclusive, {change}"
-                differences.append(Difference(cell.row, cell.column, baseline.row, text))
+                differences.append(Difference(cell.row, cell.column, baseline_row=baseline.row, text=text))
     return differences
 
 
@@ -421,7 +422,7 @@ def _length_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
         measured = view.find_cell(cell)
         if measured is not None and measured.values and cell.x_value is not None:
             length = view.scale.scale_length(round(cell.x_value))
-            points[length] = Point(length, measured.value, measured.std or 0.0, measured.sources[0])
+            points[length] = Point(x=length, y=measured.value, spread=measured.std or 0.0, source=measured.sources[0])
     return list(points.values())
 
 
@@ -443,7 +444,7 @@ def _speed_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
     perplexity = view.find_cell(perplexity_cells[-1])
     if speed is None or perplexity is None or not perplexity.values:
         return []
-    return [Point(speed.value, perplexity.value, perplexity.std or 0.0, perplexity.sources[0])]
+    return [Point(x=speed.value, y=perplexity.value, spread=perplexity.std or 0.0, source=perplexity.sources[0])]
 
 
 def _learning_curve_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
@@ -466,7 +467,7 @@ def _learning_curve_points(cells: Sequence[Cell], view: ScaleView) -> list[Point
     points: list[Point] = []
     for curve_point in view.find_learning_curve(variant, protocol):
         minutes = curve_point.tokens / speed.value / 60
-        points.append(Point(minutes, curve_point.perplexity, 0.0, curve_point.source))
+        points.append(Point(x=minutes, y=curve_point.perplexity, spread=0.0, source=curve_point.source))
     return points
 
 

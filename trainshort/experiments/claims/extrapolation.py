@@ -569,5 +569,6 @@ def check_optimum(view: ScaleView) -> Outcome:
         f"{longest_row.perplexity:.2f} at {longest_row.length:,}"
     )
     reason = "The claim is supported if the best length lies between 1.5 and 3 times the training length."
-    best_cell = MeasuredCell((best_row.perplexity,), tuple(path for _, path in results))
+    # The files of all lengths are sources of the verdict.
+    best_cell = MeasuredCell(values=(best_row.perplexity,), sources=tuple(path for _, path in results))
     return make_outcome(verdict_of_condition(is_near_twice), measured, reason, best_cell)

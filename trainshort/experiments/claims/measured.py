@@ -273,7 +273,7 @@ class ScaleView:
                     continue
                 row, path = result
                 if row.status == "scored":
-                    points.append(CurvePoint(step * tokens_per_step, row.perplexity, path))
+                    points.append(CurvePoint(tokens=step * tokens_per_step, perplexity=row.perplexity, source=path))
         return sorted(points)
 
     # ---- costs
@@ -330,7 +330,7 @@ class ScaleView:
             return None
         speedups = [baseline_time / time - 1 for time, baseline_time in zip(seconds, baseline_seconds, strict=True)]
         median, low, high = median_with_interval(speedups)
-        return RatioWithInterval(median, low, high, (entry["path"], baseline_entry["path"]))
+        return RatioWithInterval(change=median, low=low, high=high, sources=(entry["path"], baseline_entry["path"]))
 
     def compare_memories(self, variant: Variant, baseline: Variant) -> RatioWithInterval | None:
         """Compare the training memory of two models.
@@ -356,7 +356,7 @@ class ScaleView:
         change = statistics.median(peaks) / statistics.median(baseline_peaks) - 1
         low = min(peaks) / max(baseline_peaks) - 1
         high = max(peaks) / min(baseline_peaks) - 1
-        return RatioWithInterval(change, low, high, (entry["path"], baseline_entry["path"]))
+        return RatioWithInterval(change, low, high, sources=(entry["path"], baseline_entry["path"]))
 
     def compare_perplexities(
         self, evaluated: tuple[Variant, EvalProtocol], baseline: tuple[Variant, EvalProtocol]

@@ -223,7 +223,7 @@ def missing_outcome(requirement: str) -> Outcome:
     Args:
         requirement: What is missing, as the end of the sentence "The check requires ...".
     """
-    return Outcome("not tested", "not measured", f"The check requires {requirement}.")
+    return Outcome(verdict="not tested", measured="not measured", reason=f"The check requires {requirement}.")
 
 
 def make_outcome(
@@ -234,7 +234,7 @@ def make_outcome(
     Args:
         verdict: The verdict.
         measured: The measured numbers as text.
-        reason: The criterion, and how the numbers compare with it.
+        reason: The criterion of the claim, and how the numbers compare with the criterion.
         evidence: The values and comparisons that the verdict is based on. Their files become the sources of the
             outcome. The widest interval of the comparisons determines the smallest difference that can be detected.
     """
@@ -250,4 +250,4 @@ def make_outcome(
     smallest_detectable = ""
     if largest_half_width:
         smallest_detectable = f"differences of {largest_half_width:.1%}"
-    return Outcome(verdict, measured, reason, tuple(sources), smallest_detectable)
+    return Outcome(verdict, measured, reason, sources=tuple(sources), smallest_detectable=smallest_detectable)

@@ -249,7 +249,7 @@ def find_missing_evaluations(folder: Path, job: Job) -> list[MissingEvaluation]:
         scored_lengths = {length for length, (row, _) in stored_rows.items() if row.status == "scored"}
         missing_lengths = lengths - scored_lengths
         if missing_lengths:
-            missing.append(MissingEvaluation(path, query, sorted(missing_lengths)))
+            missing.append(MissingEvaluation(path, query, lengths=sorted(missing_lengths)))
     return missing
 
 
