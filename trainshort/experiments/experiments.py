@@ -119,10 +119,18 @@ class Scale:
         return max(1, round(published / self.length_divisor))
 
     def scale_stride(self, published: int | None) -> int | None:
-        """Return the stride at this scale for a stride of the paper. None means no overlap and stays None."""
+        """Convert a stride of the paper to the stride at this scale.
+
+        Args:
+            published: The stride of the sliding window in the paper. None means windows that do not overlap.
+
+        Returns:
+            The stride at this scale, or None if `published` is None.
+        """
         if published is None:
             return None
         if published == 1:
+            # Stride 1 needs one forward pass per token, which takes too long on a small machine.
             return self.stride_one
         return self.scale_length(published)
 
@@ -168,14 +176,17 @@ class Cell:
         return self.quantity in ("train speed", "read speed", "train memory") and self.protocol is None
 
     def is_computable(self, experiment_name: str, scale: Scale) -> bool:
-        """Return whether the cell is measured at a scale.
+        """Return whether the cell (one number of the paper) is measured at a scale.
+
+        A cell is not measured if the paper quotes the number from other work, if its evaluation length is too long for
+        the scale, or if its model is not trained at the scale. Costs (speed and memory) need no trained model.
 
         Args:
             experiment_name: The name of the experiment that contains the cell.
             scale: The size at which the experiment is run (laptop, gpu or paper).
         """
         if self.variant is None:
-            return False
+            return False  # The paper quotes the number from other work.
         if self.protocol is not None and scale.scale_length(self.protocol.length) > scale.max_eval_length:
             return False
         return self.is_cost or scale.trains(self.variant, experiment_name)
@@ -206,7 +217,13 @@ class Experiment:
         return list(dict.fromkeys(cell.variant.position for cell in self.cells if cell.variant))
 
     def variants_to_train(self, scale: Scale) -> list[Variant]:
-        """Return the models that are trained at a scale, in the order of the cells, without duplicates."""
+        """Return the models that are trained at a scale, in the order of the cells, without duplicates.
+
+        Cells with costs (speed and memory) need no trained model.
+
+        Args:
+            scale: The size at which the experiment is run (laptop, gpu or paper).
+        """
         variants: dict[Variant, None] = {}  # A dictionary keeps the order and removes duplicates.
         for cell in self._computable_cells(scale):
             if cell.variant is not None and not cell.is_cost:
@@ -214,7 +231,11 @@ class Experiment:
         return list(variants)
 
     def variants_to_measure(self, scale: Scale) -> list[Variant]:
-        """Return the models whose speed or memory is measured. These models do not have to be trained."""
+        """Return the models whose costs (speed or memory) are measured. These models do not have to be trained.
+
+        Args:
+            scale: The size at which the experiment is run (laptop, gpu or paper).
+        """
         variants: dict[Variant, None] = {}  # A dictionary keeps the order and removes duplicates.
         for cell in self._computable_cells(scale):
             if cell.variant is not None and cell.is_cost:
@@ -257,7 +278,7 @@ from trainshort.experiments import tables  # noqa: E402, F401
 
 
 def select_experiments(names: Iterable[str]) -> list[Experiment]:
-    """Return experiments by name.
+    """Return experiments (tables and figures of the paper) by name.
 
     Args:
         names: The names. "table 5", "Table5" and "figure 1" are accepted. Without names, all experiments are returned.
@@ -312,6 +333,8 @@ def select_methods(chosen: list[Experiment], methods: list[str], *, named: bool)
 
 def build_queries(scale: Scale, protocol: EvalProtocol) -> list[Query]:
     """Return the evaluations that a protocol of the paper needs at a scale.
+
+    A protocol is how the paper evaluates a model. A query is the evaluation that is run here, without its length.
 
     Args:
         scale: The scale (laptop, gpu or paper), which defines the number of tokens and the actual stride.
@@ -382,7 +405,14 @@ def with_methods(experiment: Experiment, methods: Iterable[str]) -> Experiment:
 
 
 def _replace_method(cell: Cell, method: str) -> Cell:
-    """Return a cell with another position method in its model and its labels, without a published number."""
+    """Return a copy of a cell with another position method in its model and its labels.
+
+    The copy has no published number, because the paper did not measure this method.
+
+    Args:
+        cell: One number of the paper, with its model and its labels.
+        method: The new position method.
+    """
     assert cell.variant is not None
     old_name = method_name(cell.variant.position)
     new_name = method_name(method)
@@ -396,7 +426,10 @@ def _replace_method(cell: Cell, method: str) -> Cell:
 
 
 def with_seed(experiment: Experiment, seed: int) -> Experiment:
-    """Return an experiment whose models are trained with another random seed."""
+    """Return an experiment whose models are trained with another random seed.
+
+    Cells without a model are kept. They contain numbers that the paper quotes from other work.
+    """
     cells: list[Cell] = []
     for cell in experiment.cells:
         if cell.variant is None:

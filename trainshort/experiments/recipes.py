@@ -78,12 +78,19 @@ def _add_recipe(name: str, description: str, make_config: Callable[..., RunConfi
 
 
 def _experiment_models() -> dict[str, tuple[Scale, Variant]]:
-    """Return the models of all experiments at all scales, by the name of their recipe."""
+    """Return the models of all experiments at all scales, by the name of their recipe.
+
+    A recipe is a config with a name that the user can train. The scales are the sizes laptop, gpu and paper.
+
+    Returns:
+        The scale of each model and the model of the paper that it corresponds to.
+    """
     models: dict[str, tuple[Scale, Variant]] = {}
     for _, scale in scales.items():
         for _, make_experiment in experiments.items():
             for variant in make_experiment().variants_to_train(scale):
                 models[recipe_name(scale, variant)] = (scale, variant)
+    # These position methods are in no experiment, but the user can train them as in the demo.
     for position in EXTRA_DEMO_METHODS:
         laptop = scales.get("laptop")
         variant = demo_variant(position)
@@ -92,7 +99,10 @@ def _experiment_models() -> dict[str, tuple[Scale, Variant]]:
 
 
 def _register_recipes() -> None:
-    """Register the recipes of this package."""
+    """Register the recipes of this package. A recipe is a config with a name that the user can train.
+
+    There are recipes for the models of the paper, for masked language models, and for a model that can be exported.
+    """
     for name, (scale, variant) in _experiment_models().items():
         length = scale.scale_length(variant.length)
         description = f"{method_name(variant.position)} trained at {length:,} tokens; {scale.summary}."
@@ -103,7 +113,7 @@ def _register_recipes() -> None:
         description = f"A masked language model with {method_name(position)}, with the text and length of the demo."
         _add_recipe(f"laptop-mlm-{position}-{length}", description, masked_lm_config, position)
 
-    recipes.add("portable-128", portable)
+    recipes.add("portable-128", portable)  # The model that can be exported.
 
 
 _register_recipes()

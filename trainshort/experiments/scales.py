@@ -27,7 +27,8 @@ def _with_paper_initialization(model: ModelConfig, position: str) -> ModelConfig
     In the paper, token embeddings are as large as the sinusoidal embeddings that are added to them. With smaller token
     embeddings (standard deviation 0.02), the comparison would be unfair to sinusoidal embeddings.
     """
-    # With vocab_size=0 the size of the vocabulary is taken from the dataset.
+    # With vocab_size=0 the size of the vocabulary is taken from the dataset. The initialization "fairseq" and
+    # embedding_scale=True (multiply token embeddings by sqrt(width)) give token embeddings of about this size.
     return model.replace(position=position, vocab_size=0, init="fairseq", embedding_scale=True)
 
 
@@ -92,7 +93,7 @@ def laptop_config(variant: Variant, recipe: TrainingRecipe | None = None, tokens
     if recipe is None:
         recipe = TUNED_RECIPES.get(variant.position, TUNED_RECIPES["alibi"])
     length = variant.length // 4
-    # The number of sequences and the number of steps that give the wanted number of tokens.
+    # `batch` is the number of sequences per step. All models process about the same number of tokens per step.
     batch = max(1, round(LAPTOP_TOKENS_PER_STEP / length))
     steps = max(1, tokens // (batch * length))
     return RunConfig(
@@ -143,7 +144,11 @@ def _gpu_train_config(
 
 
 def gpu_config(variant: Variant) -> RunConfig:
-    """Return the config of a model that trains in about one hour on one GPU, on WikiText-103 with sub-words."""
+    """Return the config of a model that trains in about one hour on one GPU, on WikiText-103 with sub-words.
+
+    Args:
+        variant: The model of the paper. Its training length is used without change.
+    """
     # Sequences of long models are processed one by one, so that a step fits into the memory of one GPU.
     micro_batch = 1 if variant.length > 1024 else None
     model = _with_paper_initialization(presets.get("small")(), variant.position)

@@ -37,7 +37,10 @@ CellFunction = Callable[[], Iterator[Cell]]
 
 
 def register_experiment(name: str, title: str, **settings: Any) -> Callable[[CellFunction], CellFunction]:
-    """Return a decorator that registers a function which yields the cells of an experiment.
+    """Return a decorator that registers a function as an experiment (a table or figure of the paper).
+
+    The function yields the cells of the experiment. A cell is one number of the paper, with the model and the
+    evaluation that measure it.
 
     Args:
         name: The name of the experiment.
@@ -46,9 +49,12 @@ def register_experiment(name: str, title: str, **settings: Any) -> Callable[[Cel
     """
 
     def register(make_cells: CellFunction) -> CellFunction:
-        """Register an experiment. `make_cells` yields its cells (the models and evaluations that it consists of).
+        """Register an experiment (a table or figure of the paper) and return `make_cells` unchanged.
 
-        The cells are created when the experiment is used for the first time.
+        Args:
+            make_cells: A generator function that yields the cells of the experiment. A cell is one number of the paper,
+                with the model and the evaluation that measure it. The cells are created only when the experiment is
+                used.
         """
 
         def make_experiment() -> Experiment:
@@ -82,6 +88,9 @@ def make_perplexity_cell(
     row: str, column: str, published: float | None, variant: Variant, eval_length: int, stride: int | None = None
 ) -> Cell:
     """Return a cell with the perplexity of a model at an evaluation length. The length is also the x-value.
+
+    A cell is one number of the paper, with the model and the evaluation that measure it. The x-value is used if the
+    cell is drawn in a figure.
 
     Args:
         row: The label of the row.
@@ -185,7 +194,12 @@ def _demo_method_cells(method: str) -> Iterator[Cell]:
 
 
 def _training_cost_cells(row: str, variant: Variant) -> Iterator[Cell]:
-    """Yield the training speed and the training memory of a model that is part of Table 1."""
+    """Yield the training speed and the training memory of a model that is part of Table 1.
+
+    Args:
+        row: The label of the row.
+        variant: The model.
+    """
     published = load_published_numbers()["table1"][variant.position][str(variant.length)]
     yield Cell(
         row=row,
@@ -200,9 +214,18 @@ def _training_cost_cells(row: str, variant: Variant) -> Iterator[Cell]:
 
 
 def _published_near(method: str, length: int) -> float | None:
-    """Return the perplexity in Table 2 at the nearest length, or None if that length differs by more than 3 %."""
+    """Return the paper's perplexity of a model trained at 512, from the row of Table 2 with the nearest length.
+
+    Args:
+        method: The position method.
+        length: The evaluation length.
+
+    Returns:
+        The perplexity, or None if the nearest evaluation length in Table 2 differs by more than 3 % from `length`.
+    """
     # The lengths in Table 2 are not exact multiples of the training length, such as 1,012 instead of 1,024.
     rows = load_published_numbers()["table2"]
+    # "L_valid" is the evaluation length.
     nearest_row = min(rows, key=lambda row: abs(row["L_valid"] - length))
     distance = abs(nearest_row["L_valid"] - length)
     if distance > 0.03 * length:
@@ -211,7 +234,15 @@ def _published_near(method: str, length: int) -> float | None:
 
 
 def _published_sliding_perplexities(method: str) -> dict[str, float]:
-    """Return the sliding-window perplexities of a model trained at 512, by evaluation length (Tables 13 to 15)."""
+    """Return the paper's sliding-window perplexities of a model trained at 512 (Tables 13 to 15).
+
+    Args:
+        method: The position method.
+
+    Returns:
+        The perplexities by evaluation length. The lengths are strings, because the numbers are stored as JSON. The
+        dictionary is empty if the paper has no such table for the method.
+    """
     tables = {"sinusoidal": "table13", "t5": "table14", "alibi": "table15"}
     if method not in tables:
         return {}
@@ -223,7 +254,11 @@ def _published_sliding_perplexities(method: str) -> dict[str, float]:
 
 @register_experiment("table1", "Speed and memory of training and evaluation")
 def table1() -> Iterator[Cell]:
-    """Speed and memory of four methods at three lengths."""
+    """Speed and memory of four methods at three lengths.
+
+    Yields:
+        One cell for each number: the paper's value, and the model that measures it. "read" means evaluation.
+    """
     for method in PAPER_METHODS:
         for length in (512, 1024, 3072):
             variant = Variant("wikitext103", method, length)
@@ -250,7 +285,7 @@ def make_extrapolation_cells(table: str, length: int, *, speed: bool = True) -> 
         length: The training length.
         speed: Whether to yield the evaluation speeds.
     """
-    for numbers in load_published_numbers()[table]:
+    for numbers in load_published_numbers()[table]:  # `numbers` is one row of the table.
         eval_length = numbers["L_valid"]
         row = f"{eval_length:,}"
         for method in PAPER_METHODS:
@@ -260,7 +295,7 @@ def make_extrapolation_cells(table: str, length: int, *, speed: bool = True) -> 
                 row=row, column=column, published=numbers[f"{method}_ppl"], variant=variant, eval_length=eval_length
             )
             if speed:
-                published_speed = numbers[f"{method}_wps"]
+                published_speed = numbers[f"{method}_wps"]  # words per second; a word is one token
                 protocol = EvalProtocol(eval_length)
                 yield Cell(
                     row=row,
@@ -296,6 +331,7 @@ def make_length_pair_cells(table: str, setup: str) -> Iterator[Cell]:
         setup: The setup of the models, such as "wikitext103".
     """
     published = load_published_numbers()[table]
+    # The keys of the published numbers are lengths as strings, such as ["alibi"]["512"]["3072"].
     for length, perplexities in published["alibi"].items():
         variant = Variant(setup, "alibi", int(length))
         for eval_length, perplexity in perplexities.items():
@@ -305,6 +341,7 @@ def make_length_pair_cells(table: str, setup: str) -> Iterator[Cell]:
             )
 
     for method in ("sinusoidal", "rotary", "t5"):
+        # L is the training length and L_valid the evaluation length. They are equal here.
         row = f"{method_name(method)}, L = L_valid"
         for length, perplexity in published.get(f"{method}_L_eq_Lvalid", {}).items():
             variant = Variant(setup, method, int(length))
@@ -321,7 +358,11 @@ def table5() -> Iterator[Cell]:
 
 @register_experiment("table6", "Validation and test, without overlap", **PERPLEXITY_BY_SPEED)
 def table6() -> Iterator[Cell]:
-    """Valid and test perplexity without overlap, with speeds."""
+    """Valid and test perplexity without overlap, with speeds.
+
+    Yields:
+        Four cells for each model: its training speed, its evaluation speed, and its perplexity on both splits.
+    """
     for numbers in load_published_numbers()["table6"]:
         variant = Variant("wikitext103", numbers["model"], numbers["L"])
         eval_length = numbers["L_valid"]
@@ -421,7 +462,12 @@ register_experiment("table12", "CC100+RoBERTa, 1.3B parameters: at equal updates
 
 
 def make_sliding_cells(table: str, method: str) -> Iterator[Cell]:
-    """Yield the perplexities of one method with a sliding window of stride 1 (Tables 13 to 15)."""
+    """Yield the perplexities of one method with a sliding window of stride 1 (Tables 13 to 15).
+
+    Args:
+        table: The name of the table with the published perplexities, by training length and evaluation length.
+        method: The position method.
+    """
     for length, perplexities in load_published_numbers()[table].items():
         variant = Variant("wikitext103", method, int(length))
         for eval_length, perplexity in perplexities.items():
@@ -453,10 +499,13 @@ _register_sliding_table("table15", "alibi")
 
 @register_experiment("fig1", "Extrapolation of the four methods", **PERPLEXITY_BY_LENGTH)
 def fig1() -> Iterator[Cell]:
-    """Perplexity against length: four methods, trained at 512 and at 1024."""
+    """Perplexity against length: four methods, trained at 512 and at 1024.
+
+    The figure shows the perplexities of Tables 2 and 3, so it uses the cells of these tables with other labels.
+    """
     for table, length in (("table2", 512), ("table3", 1024)):
         for cell in make_extrapolation_cells(table, length, speed=False):
-            assert cell.variant is not None
+            assert cell.variant is not None  # Every cell of these tables has a model.
             # In the tables, a row is an evaluation length. In the figure, a row is the line of a model.
             yield replace(cell, row=format_row_label(cell.variant), column=cell.row)
 
@@ -469,7 +518,10 @@ def fig2() -> Iterator[Cell]:
 
 @register_experiment("fig4", "ALiBi evaluated past its length", **PERPLEXITY_BY_LENGTH)
 def fig4() -> Iterator[Cell]:
-    """ALiBi beyond its training length, and sinusoidal models at their training length."""
+    """ALiBi beyond its training length, and sinusoidal models at their training length.
+
+    The figure shows a part of the perplexities of Table 5, so it uses the cells of this table.
+    """
     for cell in make_length_pair_cells("table5", "wikitext103"):
         assert cell.variant is not None
         assert cell.x_value is not None
@@ -480,7 +532,11 @@ def fig4() -> Iterator[Cell]:
 
 @register_experiment("fig5", "Perplexity over training time", kind="lines", axes=("minutes of training", PERPLEXITY))
 def fig5() -> Iterator[Cell]:
-    """CC100+RoBERTa: validation perplexity over training time."""
+    """CC100+RoBERTa: validation perplexity over training time.
+
+    Yields:
+        One cell for each point of a curve in the paper. Our curve is measured at the checkpoints of the model.
+    """
     # A key such as "sin1024_Lvalid2048" or "alibi512_Lvalid1024" is a model and an evaluation length.
     for name, points in load_published_numbers()["fig5"].items():
         model, _, eval_length = name.partition("_Lvalid")
@@ -504,7 +560,11 @@ def fig5() -> Iterator[Cell]:
 
 @register_experiment("fig6", "CC100+RoBERTa: extrapolation", **PERPLEXITY_BY_LENGTH)
 def fig6() -> Iterator[Cell]:
-    """CC100+RoBERTa: perplexity against length."""
+    """CC100+RoBERTa: perplexity against length.
+
+    Yields:
+        One cell for each point of the figure: the perplexity of a model at an evaluation length.
+    """
     # A key such as "alibi_L512" is a position method and a training length.
     for name, points in load_published_numbers()["fig6"].items():
         method, _, length = name.partition("_L")
@@ -522,7 +582,11 @@ def fig6() -> Iterator[Cell]:
 
 @register_experiment("fig7", "Training speed", kind="lines", axes=("training length", TRAINING_SPEED))
 def fig7() -> Iterator[Cell]:
-    """Training speed against length."""
+    """Training speed against length.
+
+    Yields:
+        One cell for each point of the figure: the training speed of a model with a certain training length.
+    """
     for method, points in load_published_numbers()["fig7"].items():
         for length, speed in points:
             variant = Variant("wikitext103", method, length)
@@ -538,7 +602,11 @@ def fig7() -> Iterator[Cell]:
 
 @register_experiment("fig8", "Training speed and perplexity at 3072", **PERPLEXITY_BY_SPEED)
 def fig8() -> Iterator[Cell]:
-    """Perplexity at 3072 against training length, with each model's training speed."""
+    """Perplexity at 3072 against training length, with each model's training speed.
+
+    Yields:
+        Two cells for each model: its perplexity at the evaluation length 3,072, and its training speed in tokens/s.
+    """
     for method, points in load_published_numbers()["fig8"].items():
         for length, (speed, perplexity) in points.items():
             variant = Variant("wikitext103", method, int(length))

@@ -165,11 +165,15 @@ def find_headline(collection: Collection) -> Headline | None:
 
 
 def _find_sweeps(collection: Collection) -> list[Sweep]:
-    """Return all standard evaluations that contain the training length of their run and a longer length."""
+    """Return all standard evaluations that contain the training length of their run and a longer length.
+
+    A standard evaluation uses the best checkpoint, windows that do not overlap, and unchanged ALiBi slopes.
+    """
     sweeps: list[Sweep] = []
     for run in collection.runs.values():
         training_length = run.config.train.length
         for stored in run.standard_evaluations:
+            # The evaluation lengths with a result, in ascending order.
             lengths = [row.length for row in stored.evaluation.scored if row.length >= training_length]
             if len(lengths) > 1 and lengths[0] == training_length:
                 sweeps.append(Sweep(run, stored))
@@ -200,6 +204,7 @@ def _most_common_setting(sweeps: list[Sweep]) -> tuple[int, TextKey]:
             test_texts.add(sweep.text)
 
     def priority(setting: tuple[int, TextKey]) -> tuple[int, bool, int]:
+        """Return a sort key. The setting with the largest key is chosen."""
         _, text = setting
         return len(runs_by_setting[setting]), text in test_texts, text.tokens
 
@@ -207,7 +212,7 @@ def _most_common_setting(sweeps: list[Sweep]) -> tuple[int, TextKey]:
 
 
 def _shared_settings(config: RunConfig) -> tuple[str | int, ...]:
-    """Return the settings that must be equal in a controlled comparison of position methods.
+    """Return the settings of a run that must be equal in a controlled comparison of position methods.
 
     The optimizer settings may differ, because each method may be trained with its own best optimizer settings.
     """
@@ -271,7 +276,10 @@ def _curve_sort_key(curve: MethodCurve) -> tuple[int, str]:
 
 
 def _assign_colors(curves: list[MethodCurve]) -> tuple[MethodCurve, ...]:
-    """Give a separate color to each curve that is named after its run, because its method has several curves."""
+    """Give each curve a separate color if its position method has several curves.
+
+    Such curves are named after their runs. All other curves are named after their method, and keep its color.
+    """
     free_colors = cycle(OTHERS)  # colors that belong to no position method
     colored: list[MethodCurve] = []
     for curve in curves:
@@ -310,7 +318,7 @@ def _longest_sinusoidal(collection: Collection, min_length: int, text: TextKey) 
         return ()
     longest = max(evaluations_by_length)
     name = f"{method_name(BASELINE_METHOD)} trained at {longest:,}"
-    curve = _make_curve(name, BASELINE_METHOD, evaluations_by_length[longest], longest)
+    curve = _make_curve(name, BASELINE_METHOD, evaluations_by_length[longest], min_length=longest)
     return (replace(curve, points={longest: curve.points[longest]}),)
 
 
@@ -350,7 +358,12 @@ def headline_figure(headline: Headline, *, with_paper: bool) -> Figure:
 
 
 def _curve_series(curve: MethodCurve, training_length: int) -> Series:
-    """Return a curve for the figure. The x-values are multiples of the training length."""
+    """Return a curve for the figure. The x-values are multiples of the training length.
+
+    Args:
+        curve: The perplexities and their bounds, by evaluation length.
+        training_length: The training length of the models in the figure.
+    """
     lengths = sorted(curve.points)
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
@@ -360,7 +373,7 @@ def _curve_series(curve: MethodCurve, training_length: int) -> Series:
         high = tuple(curve.bounds[length][1] for length in lengths)
     multiples = tuple(length / training_length for length in lengths)
     perplexities = tuple(curve.points[length] for length in lengths)
-    return Series(curve.name, multiples, perplexities, curve.color, low, high)
+    return Series(curve.name, x=multiples, y=perplexities, color=curve.color, low=low, high=high)
 
 
 def _paper_series(headline: Headline) -> list[Series]:
@@ -397,7 +410,12 @@ def _multiple_ticks(headline: Headline) -> tuple[tuple[float, str], ...]:
 
 
 def _figure_note(headline: Headline, *, with_paper: bool) -> str:
-    """Return the caption of the figure."""
+    """Return the caption of the main figure.
+
+    Args:
+        headline: The curves.
+        with_paper: Whether the figure also shows the curves of the paper.
+    """
     # All curves show results for the same text, so the description of the first result is used.
     first_evaluation = headline.curves[0].stored[0].evaluation
     corpus = first_evaluation.corpus
@@ -445,7 +463,7 @@ def headline_sentences(headline: Headline) -> list[str]:
 
 
 def _best_method_sentence(headline: Headline) -> str:
-    """Return a sentence with the perplexities at the training length."""
+    """Return a sentence with the perplexities of all methods at the training length, the lowest one first."""
     length = headline.training_length
     best = min(headline.curves, key=lambda curve: curve.points[length])
     best_perplexity = f"{best.points[length]:.1f}"
@@ -483,7 +501,8 @@ def _degrading_sentence(changes: dict[str, float]) -> str:
     Args:
         changes: The relative change of the perplexity from the training length to the longest length, by curve.
     """
-    largest_first = sorted(changes.items(), key=lambda name_and_change: -name_and_change[1])
+    # Each item is a pair of a name and a change.
+    largest_first = sorted(changes.items(), key=lambda item: item[1], reverse=True)
     worse = [f"{name} ({change:+.0%})" for name, change in largest_first if change > MAX_INCREASE]
     if not worse:
         return f"No method has a perplexity that is more than {MAX_INCREASE:.0%} higher."

@@ -23,7 +23,10 @@ def read_plotly_script() -> str:
 
 
 def plotly_specification(figure: Figure) -> dict[str, Any]:
-    """Return the traces and the layout of a figure for `Plotly.react`."""
+    """Return the traces and the layout of a figure for `Plotly.react`, the JavaScript function that draws it.
+
+    A trace is an object that plotly draws, such as a line, a band or a group of bars.
+    """
     traces: list[dict[str, Any]] = []
     for series in figure.series:
         if figure.kind == "bars":
@@ -34,7 +37,7 @@ def plotly_specification(figure: Figure) -> dict[str, Any]:
 
 
 def _make_layout(figure: Figure) -> dict[str, Any]:
-    """Return the axes, the ticks and the vertical lines of a figure."""
+    """Return the layout of a figure for plotly: the axes, the ticks, the legend and the vertical lines."""
     layout: dict[str, Any] = {
         "xaxis": _make_axis(figure.x_label, figure.x_log, choose_log_ticks(figure, "x")),
         "yaxis": _make_axis(figure.y_label, figure.y_log, choose_log_ticks(figure, "y")),
@@ -52,7 +55,13 @@ def _make_layout(figure: Figure) -> dict[str, Any]:
 
 
 def _make_axis(label: str, is_log: bool, ticks: list[float]) -> dict[str, Any]:
-    """Return an axis. Ticks are set only for a logarithmic axis. Plotly chooses the ticks of other axes."""
+    """Return the plotly settings of an axis.
+
+    Args:
+        label: The label of the axis.
+        is_log: Whether the axis is logarithmic.
+        ticks: The values of the ticks of a logarithmic axis. Plotly chooses the ticks of other axes.
+    """
     axis_type = "log" if is_log else "-"  # With "-", plotly chooses the type from the data.
     axis = {"title": {"text": label}, "type": axis_type, "automargin": True}
     if is_log and ticks:
@@ -73,7 +82,7 @@ def _vertical_line(x: float) -> dict[str, Any]:
 
 
 def _bar_trace(series: Series) -> dict[str, Any]:
-    """Return a group of bars with their values as labels."""
+    """Return the plotly settings of a group of bars with their values as labels."""
     return {
         "type": "bar",
         "name": _remove_markup(series.name),
@@ -105,7 +114,11 @@ def _line_traces(series: Series) -> list[dict[str, Any]]:
 
 
 def _line_trace(series: Series) -> dict[str, Any]:
-    """Return a line with markers. A reference line is thin, dotted and has no markers."""
+    """Return the plotly settings of a line with markers. A reference line is thin, dotted and has no markers.
+
+    Args:
+        series: The name, the points and the color of the line, and whether it is a reference line.
+    """
     if series.is_reference:
         mode = "lines"
         opacity = 0.75
@@ -122,7 +135,7 @@ def _line_trace(series: Series) -> dict[str, Any]:
         "y": [value if math.isfinite(value) else None for value in series.y],  # JSON has no infinity.
         "line": line_style,
         "opacity": opacity,
-        "yaxis": "y2" if series.uses_right_axis else "y",
+        "yaxis": "y2" if series.uses_right_axis else "y",  # "y2" is the right axis.
         "legendgroup": series.name,
         "hovertemplate": "%{y:.2f}<extra>" + _remove_markup(series.name) + "</extra>",
     }
@@ -142,7 +155,7 @@ def _band_trace(series: Series) -> dict[str, Any]:
         "hoverinfo": "skip",
         "showlegend": False,
         "legendgroup": series.name,
-        "meta": "band",
+        "meta": "band",  # marks the trace as a band; plotly ignores this value
     }
 
 

@@ -85,7 +85,11 @@ def _make_template(name: str, **filters: Callable[[Any], str]) -> "Template":
 
 
 def _explain_outcome(claim: Claim, outcome: Outcome) -> str:
-    """Return the reason of a verdict, the smallest difference that can be detected, and the note of the criterion."""
+    """Return the text that explains the verdict on a claim of the paper.
+
+    The text contains the reason of the verdict, the smallest difference that the measurements can detect, and a note if
+    the criterion was changed after results were available.
+    """
     sentences = [outcome.reason]
     if outcome.smallest_detectable:
         sentences.append(f"These runs can detect {outcome.smallest_detectable} or more.")
@@ -131,7 +135,11 @@ def _to_script_safe_json(value: Any) -> str:
 
 
 def _html_with_code(text: str) -> "Markup":
-    """Escape text for HTML, and convert parts between backticks to code elements."""
+    """Escape text for HTML, and convert parts between backticks to code elements.
+
+    For example, "Use `--only demo`." becomes "Use <code>--only demo</code>.". `Markup` marks text that the template
+    must not escape again.
+    """
     from markupsafe import Markup, escape
 
     escaped = str(escape(text))

@@ -125,7 +125,10 @@ def early_figure(headline: Headline, collection: Collection, view: ScaleView | N
 
 
 def _find_curve_runs(headline: Headline, collection: Collection) -> list[tuple[MethodCurve, Run]]:
-    """Return each curve of the main figure with its first run."""
+    """Return each curve of the main figure with the run of its first seed.
+
+    A curve is left out if the folder of its run is not part of the collection.
+    """
     runs_by_path = {run.path: run for run in collection.runs.values()}
     pairs: list[tuple[MethodCurve, Run]] = []
     for curve in headline.curves:
@@ -179,10 +182,14 @@ class ReachResult(NamedTuple):
 
 
 def _parse_reach_result(values: dict[str, Any]) -> ReachResult:
-    """Convert the content of `analysis/reach.json`, which `trainshort analyze` writes.
+    """Convert the content of `analysis/reach.json`: how far the attention heads of a model look.
+
+    Each row of the file is one attention head. Its "window" is the smallest number of recent tokens that hold the share
+    "mass" of the attention weights. Its "proven" window is a proven upper bound of the window, or None without a proof.
+    "length" is the number of tokens on which the windows were measured.
 
     Args:
-        values: The content of the file.
+        values: The content of the file, which `trainshort analyze` wrote.
 
     Raises:
         LookupError: If the file contains no attention heads.
@@ -192,7 +199,7 @@ def _parse_reach_result(values: dict[str, Any]) -> ReachResult:
     proven = sorted(float(row["proven"]) for row in result["rows"] if row["proven"] is not None)
     if not windows:
         raise LookupError("The file contains no heads.")  # `read_stored_result` translates this error for users.
-    return ReachResult(windows, proven, float(result["mass"]), int(result["length"]))
+    return ReachResult(windows, proven, mass=float(result["mass"]), length=int(result["length"]))
 
 
 def reach_figure(headline: Headline, collection: Collection) -> Figure | None:
@@ -288,7 +295,7 @@ def _format_training(collection: Collection) -> str:
     runs = collection.runs.values()
     if not runs:
         return ""
-    # The last record of a metrics log contains the totals of the run.
+    # `run.metrics` is the log of the training. Its last record contains the totals of the run.
     last_records = [run.metrics[-1] for run in runs if run.metrics]
     tokens = sum(record["tokens"] for record in last_records)
     minutes = sum(record["seconds"] for record in last_records) / 60
@@ -302,7 +309,11 @@ def format_model_count(collection: Collection) -> str:
 
 
 def _format_machine(record: dict[str, Any]) -> str:
-    """Return a text such as "AMD EPYC, Linux x86_64, 2 cores" from a provenance record."""
+    """Return a text such as "AMD EPYC, Linux x86_64, 2 cores".
+
+    Args:
+        record: A provenance record, which says on which machine and with which software a result was computed.
+    """
     machine = record.get("machine") or {}
     parts = [str(machine[key]) for key in ("cpu", "system") if machine.get(key)]
     text = ", ".join(parts)
@@ -377,7 +388,10 @@ class TextSample:
 
 
 def find_samples(collection: Collection) -> list[TextSample]:
-    """Return the text samples of all runs, sorted by position method and training length."""
+    """Return the text samples of all runs, sorted by position method and training length.
+
+    A text sample is text that a trained model has generated. Runs without a sample are left out.
+    """
     hint = "Remove it. `trainshort demo` and `trainshort reproduce` create it again."
     samples: list[TextSample] = []
     for run in collection.runs.values():
@@ -385,25 +399,36 @@ def find_samples(collection: Collection) -> list[TextSample]:
         parsed_sample = read_stored_result(path, _parse_sample, hint)
         if parsed_sample is not None:
             training_length, passages = parsed_sample
-            samples.append(TextSample(method_name(run.config.model.position), training_length, passages, path))
+            name = method_name(run.config.model.position)
+            samples.append(TextSample(name, training_length, passages, path))
 
     method_ranks = {name: rank for rank, name in enumerate(METHOD_NAMES.values())}
     last_rank = len(method_ranks)  # Methods that are not in the paper come last.
 
     def sort_key(sample: TextSample) -> tuple[int, int]:
+        """Return the rank of the position method, then the training length."""
         return method_ranks.get(sample.name, last_rank), sample.training_length
 
     return sorted(samples, key=sort_key)
 
 
 def _parse_sample(values: dict[str, Any]) -> tuple[int, list[Passage]]:
-    """Convert the content of `samples/sample.json`. Return the training length and the generated passages."""
+    """Convert the content of `samples/sample.json`, the text that a model has generated.
+
+    Args:
+        values: The content of the file.
+
+    Returns:
+        The training length of the model, and the generated passages. Each passage ends at another position.
+    """
     training_length = int(values["trained_at"])
     if values["format"] != SAMPLE_FORMAT:
         raise ValueError("Unknown format.")  # `read_stored_result` translates this error for users.
     passages: list[Passage] = []
     for passage in values["passages"]:
+        # "written" contains the text and the negative log-likelihood (nll) of each generated token.
         tokens = [_make_generated_token(str(text), float(nll)) for text, nll in passage["written"]]
+        # "end" is the position of the last token, and "given" is the end of the prompt.
         passages.append(Passage(int(passage["end"]), str(passage["given"]), tokens))
     return training_length, passages
 

@@ -138,13 +138,16 @@ Lines = dict[str, dict[int, BandPoint]]
 def find_speed_results(collection: Collection) -> SpeedSection | None:
     """Build the section "Speed" from the newest result of each benchmark suite.
 
+    A suite is a group of benchmarks, such as "attention" or "decode". It is shown in one or several parts.
+
     Args:
         collection: The runs and benchmark results.
 
     Returns:
         The section, or None if there are no benchmark results.
     """
-    section = SpeedSection([], [], [])
+    section = SpeedSection(figures=[], tables=[], notes=[])
+    # The names of the suites in each result file. A dictionary keeps the order and removes duplicates.
     suites_by_path: dict[Path, dict[str, None]] = {}
     for part in _suite_parts(collection):
         newest = _find_newest_rows(collection, part)
@@ -167,13 +170,22 @@ def find_speed_results(collection: Collection) -> SpeedSection | None:
 
 
 def _suite_parts(collection: Collection) -> list[SuitePart]:
-    """Return the parts of the benchmark suites, in the order of the report."""
+    """Return the parts of the benchmark suites, in the order of the report.
+
+    A suite is a group of benchmarks. Results that cannot be compared, such as those of different inputs, are shown in
+    separate parts.
+
+    Args:
+        collection: The benchmark results.
+    """
     parts: list[SuitePart] = []
+    # The attention suite has one part for each kind of inputs, such as "normal".
     for index, inputs in enumerate(_find_case_values(collection, "attention", "inputs")):
-        name_suffix = f"-{index + 1}" if index else ""
-        title_suffix = f", {inputs} inputs"  # such as ", normal inputs"
+        name_suffix = f"-{index + 1}" if index else ""  # Names of figures become "speed-time", "speed-time-2", ...
+        title_suffix = f", {inputs} inputs"  # Titles of figures and tables end with ", normal inputs", for example.
         parts.append(SuitePart("attention", {"inputs": inputs}, ATTENTION_FIGURES, name_suffix, title_suffix))
 
+    # An empty dictionary selects all rows of a suite.
     parts.append(SuitePart("training", {}, (TRAINING_FIGURE,)))
     parts.append(SuitePart("evaluate", {}, (EVALUATE_FIGURE,)))
     for decode_part in _find_case_values(collection, "decode", "part"):
@@ -185,7 +197,16 @@ def _suite_parts(collection: Collection) -> list[SuitePart]:
 
 
 def _find_case_values(collection: Collection, suite: str, key: str) -> list[str]:
-    """Return the different values of a key in the cases of a benchmark suite, in the order of the results."""
+    """Return the different values of a key in the cases of a benchmark suite, in the order of the results.
+
+    Args:
+        collection: The benchmark results.
+        suite: The name of the suite, such as "attention".
+        key: The key. The case of a row says what was measured, such as `{"inputs": "normal", "tokens": 4096}`.
+
+    Returns:
+        The values as strings, such as `["normal"]`. A row without the key has the value "".
+    """
     values: dict[str, None] = {}
     for _, bench_result in collection.benchmark_results:
         for row in bench_result.suites.get(suite, ()):
@@ -194,7 +215,15 @@ def _find_case_values(collection: Collection, suite: str, key: str) -> list[str]
 
 
 def _find_newest_rows(collection: Collection, part: SuitePart) -> tuple[Path, list[Measurement]] | None:
-    """Return the rows of the newest result that contains a part of a suite, with the file of the result."""
+    """Return the rows of the newest benchmark result that contains a part of a suite.
+
+    Args:
+        collection: The benchmark results.
+        part: The suite, and the values that its rows must have.
+
+    Returns:
+        The file of the result and its rows, or None if no result contains the part.
+    """
     newest = None
     for path, bench_result in collection.benchmark_results:  # The newest result is the last one.
         rows = [row for row in bench_result.suites.get(part.suite, ()) if _matches_case(row, part.case)]
@@ -208,7 +237,7 @@ def _matches_case(row: Measurement, case: Mapping[str, str]) -> bool:
 
     Args:
         row: A row of a benchmark result.
-        case: The required values by key, such as `{"inputs": "random"}`. A missing key counts as an empty string.
+        case: The required values by key, such as `{"inputs": "normal"}`. A missing key counts as an empty string.
     """
     return all(row.case.get(key, "") == value for key, value in case.items())
 
@@ -240,17 +269,23 @@ def _make_figure(spec: FigureSpec, rows: Sequence[Measurement], part: SuitePart)
     colors |= BACKEND_COLORS
     name = f"speed-{spec.name}{part.name_suffix}"
     title = f"{spec.title}{part.title_suffix}"
-    figure = _draw_lines(lines, colors, name, title, spec.x_key, spec.y_label)
+    figure = _draw_lines(lines, colors, name, title, x_label=spec.x_key, y_label=spec.y_label)
     return replace(figure, y_log=spec.y_log)
 
 
 def _make_band_point(measure: Measure) -> BandPoint:
-    """Return a measured value with a band of its spread. The band stays above 0, because the axis is logarithmic."""
+    """Return a measured value with a band that shows how much the measurements vary.
+
+    The lower end of the band is at least 5 % of the value, because a logarithmic axis cannot show 0.
+
+    Args:
+        measure: The median of the measurements, and their spread relative to the median.
+    """
     relative_spread = measure.spread or 0.0  # The spread is None if the value was measured only once.
     spread = measure.value * relative_spread
     smallest_low = 0.05 * measure.value
     low = max(measure.value - spread, smallest_low)
-    return BandPoint(measure.value, low, measure.value + spread)
+    return BandPoint(measure.value, low, high=measure.value + spread)
 
 
 def _draw_lines(lines: Lines, colors: Mapping[str, str], name: str, title: str, x_label: str, y_label: str) -> Figure:
@@ -326,6 +361,7 @@ def _describe_result(bench_result: BenchResult) -> str:
         parts.append(f"commit {commit[:12]}{plus}{changes}")
 
     tolerances: set[str] = set()
+    # The tolerance is the share of the attention weights that approximate attention may skip per query.
     for setting in bench_result.settings.values():
         if isinstance(setting, dict) and "tolerance" in setting:
             tolerances.add(str(setting["tolerance"]))
@@ -383,13 +419,24 @@ def _speed_figure(entries: Sequence[dict[str, Any]], name: str, title: str, seco
         lengths.update(points)
     if len(lengths) >= 2:
         title = f"{title}, relative to sinusoidal"
-        return _draw_lines(lines, {}, name, title, "sequence length in tokens", "times the speed of sinusoidal")
+        # Without entries in `colors`, each line has the color of its position method.
+        return _draw_lines(
+            lines,
+            colors={},
+            name=name,
+            title=title,
+            x_label="sequence length in tokens",
+            y_label="times the speed of sinusoidal",
+        )
     speeds = [(entry, entry["tokens"] / statistics.median(entry[seconds_key])) for entry in entries]
     return _draw_bars(speeds, name, title, "tokens/s")
 
 
 def _relative_speeds(entries: Sequence[dict[str, Any]], seconds_key: str) -> Lines:
     """Compare the speeds of all methods with sinusoidal embeddings, round by round.
+
+    In each round of a measurement, every model did one step. Models with the same value of "session" were measured in
+    the same rounds, so other load on the machine affects them equally.
 
     Args:
         entries: Entries of the cost file.
@@ -428,7 +475,8 @@ def _draw_bars(values: Sequence[tuple[dict[str, Any], float]], name: str, title:
     """Return a figure with one bar for each method, at the length that most entries have in common.
 
     Args:
-        values: Entries of the cost file, each with the value of its bar.
+        values: Pairs of an entry of the cost file and the value of its bar. An entry contains the position method and
+            the training length of a model.
         name: The name of the figure.
         title: The title.
         unit: The unit of the values.
@@ -441,7 +489,7 @@ def _draw_bars(values: Sequence[tuple[dict[str, Any], float]], name: str, title:
         if entry["length"] == length:
             position = str(entry["position"])
             label = method_name(position)
-            series.append(Series(label, (label,), (value,), method_color(position)))
+            series.append(Series(label, x=(label,), y=(value,), color=method_color(position)))
             descriptions.append(f"{label} {value:,.0f}")
     return Figure(
         name=name,

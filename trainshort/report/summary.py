@@ -14,7 +14,11 @@ from trainshort.report.headline import Headline, headline_sentences
 
 
 def introduction(headline: Headline) -> str:
-    """Return what a reader must know to understand the results: the models, the lengths and the word perplexity."""
+    """Return what a reader must know to understand the results: the models, the lengths and the word "perplexity".
+
+    Args:
+        headline: The curves of the main figure, one for each model.
+    """
     names = [curve.name for curve in headline.curves]
     if len(names) == 1:
         models = f"One small language model ({names[0]}) was"
@@ -54,6 +58,7 @@ def result_sentences(headline: Headline, view: ScaleView | None) -> list[str]:
     change = view.compare_perplexities((ALIBI_SHORT, protocol), (SINUSOIDAL_LONG, protocol))
     if change is None:
         return sentences
+    # The last entry of the result consists of several sentences.
     short_against_long = [_short_against_long(view, change), *_cost_sentences(view)]
     return [*sentences, " ".join(short_against_long)]
 
@@ -82,7 +87,14 @@ def _short_against_long(view: ScaleView, change: RatioWithInterval) -> str:
 
 
 def _cost_sentences(view: ScaleView) -> list[str]:
-    """Return sentences about the training speed and the memory of the short and the long model, if measured."""
+    """Compare the costs of ALiBi (trained short) and sinusoidal embeddings (trained long).
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        Sentences about the training speed and the training memory. The list is empty if nothing was measured.
+    """
     sentences: list[str] = []
 
     speedup = view.compare_speeds(ALIBI_SHORT, SINUSOIDAL_LONG)
@@ -137,7 +149,12 @@ def limitations(headline: Headline, collection: Collection, judged_claims: Judge
 
 
 def _text_sentences(headline: Headline, collection: Collection) -> str:
-    """Return sentences about the evaluated text and the seeds."""
+    """Return sentences about the evaluated text, and about the bands of the figure.
+
+    Args:
+        headline: The curves of the main figure. All curves show results for the same text.
+        collection: The runs.
+    """
     corpus = headline.curves[0].stored[0].evaluation.corpus
     text = (
         f"The perplexities were measured on {corpus['tokens']:,} tokens of the {corpus['split']} split of "

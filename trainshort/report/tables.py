@@ -39,6 +39,11 @@ class SourceFiles:
     """
 
     def __init__(self, out: Path) -> None:
+        """Create the folder for the copies, and remove the copies of an earlier report.
+
+        Args:
+            out: The folder of the report.
+        """
         self.out = out
         self.links: dict[Path, str] = {}  # The link to the copy of each file that was copied.
         data_folder = make_folder(out / DATA_FOLDER)
@@ -63,7 +68,11 @@ class SourceFiles:
 
 
 def _safe_file_name(path: Path) -> str:
-    """Return a name for the copy of a file. Names of runs may contain any characters, so only plain ones are kept."""
+    """Return a name for the copy of a file, without folder and suffix.
+
+    An evaluation is stored in RUN/eval/NAME.json, and its copy is named "RUN-NAME". Names of runs may contain any
+    characters. Characters other than letters, digits and periods are replaced by hyphens.
+    """
     name = path.stem
     if path.parent.name == "eval":
         run_folder = path.parent.parent
@@ -154,7 +163,12 @@ def paper_tables(view: ScaleView, sources: SourceFiles) -> list[Table]:
 
 
 def _with_measured_methods(experiment: Experiment, view: ScaleView) -> Experiment:
-    """Add the position methods that are not in the paper but were trained, if the experiment compares methods."""
+    """Add the position methods that were trained but are not in the paper, if the experiment compares methods.
+
+    Args:
+        experiment: The table or figure of the paper.
+        view: The stored results at one scale (laptop, gpu or paper).
+    """
     if len(experiment.methods) <= 1:
         return experiment
     trained_methods = [run.config.model.position for run in view.collection.runs.values()]
@@ -162,7 +176,13 @@ def _with_measured_methods(experiment: Experiment, view: ScaleView) -> Experimen
 
 
 def _make_table(experiment: Experiment, view: ScaleView, sources: SourceFiles) -> Table:
-    """Build a table from the cells of an experiment. Rows and columns without any number are left out."""
+    """Build a table from the cells of an experiment. Rows and columns without any number are left out.
+
+    Args:
+        experiment: The table or figure of the paper. A cell is one number of the paper.
+        view: The stored results at one scale (laptop, gpu or paper).
+        sources: Copies of the files that the table links to.
+    """
     cells: dict[tuple[str, str], TableCell] = {}
     for cell in experiment.cells:
         cells[cell.row, cell.column] = _make_table_cell(cell, view.find_cell(cell), sources)
@@ -171,6 +191,7 @@ def _make_table(experiment: Experiment, view: ScaleView, sources: SourceFiles) -
     rows: dict[str, None] = {}
     columns: dict[str, None] = {}
     measured_columns: dict[str, None] = {}
+    # A cell has a link if it was measured.
     for (row, column), table_cell in cells.items():
         if table_cell.link or table_cell.paper:
             rows[row] = None
@@ -180,7 +201,7 @@ def _make_table(experiment: Experiment, view: ScaleView, sources: SourceFiles) -
     if len(columns) > MAX_COLUMNS:
         columns = {column: None for column in columns if column in measured_columns}
 
-    empty_cell = TableCell("", "")
+    empty_cell = TableCell(here="", paper="")  # neither a measured nor a published number
     return Table(
         name=experiment.name,
         title=experiment.title,
@@ -203,21 +224,27 @@ def _make_table_cell(cell: Cell, measured: MeasuredCell | None, sources: SourceF
     """
     paper = "" if cell.published is None else format_value(cell.published, cell.quantity)
     if measured is None:
-        return TableCell("", paper)
+        return TableCell(here="", paper=paper)
     link = sources.link(measured.sources[0])
     if not measured.values:
-        return TableCell(measured.status, paper, link)
+        return TableCell(here=measured.status, paper=paper, link=link)  # such as "out of memory"
 
     here = format_value(measured.value, cell.quantity)
     if measured.std is not None:
         here += f" ± {format_value(measured.std, cell.quantity)}"
     seed_count = len(measured.values)
     seeds = "1 seed" if seed_count == 1 else f"{seed_count} seeds"
-    return TableCell(here, paper, link, f"{measured.value!r} over {seeds}", measured.values)
+    exact_number = f"{measured.value!r} over {seeds}"  # shown as a tooltip
+    return TableCell(here, paper, link, title=exact_number, values=measured.values)
 
 
 def format_value(value: float, quantity: str) -> str:
-    """Format a number of a table: "15.3" for a memory in GB, "28,300" for a speed, "18.40" for a perplexity."""
+    """Format a number of a table: "15.3" for a memory in GB, "28,300" for a speed, "18.40" for a perplexity.
+
+    Args:
+        value: The number.
+        quantity: What the number measures, such as "train memory", "read speed" or "perplexity".
+    """
     if quantity == "train memory":
         return f"{value:.3f}" if value < 1 else f"{value:.1f}"
     if quantity.endswith("speed"):
@@ -226,10 +253,10 @@ def format_value(value: float, quantity: str) -> str:
 
 
 def _make_note(experiment: Experiment, view: ScaleView, *, is_figure: bool) -> str:
-    """Return sentences about the lengths and the costs in a table or a figure.
+    """Return sentences about the lengths and the costs (speed and memory) in a table or a figure.
 
     Args:
-        experiment: The experiment.
+        experiment: The table or figure of the paper.
         view: The stored results at one scale (laptop, gpu or paper).
         is_figure: Whether the note belongs to a figure. The axis of a figure shows the actual lengths. Only its title
             and the names of its lines contain the lengths of the paper.
@@ -286,7 +313,7 @@ def _find_differences(experiment: Experiment, view: ScaleView) -> list[Differenc
             change = view.compare_perplexities((cell.variant, cell.protocol), (baseline.variant, baseline.protocol))
             if change is not None:
                 text = str(change) if change.is_significant else f"inconclusive, {change}"
-                differences.append(Difference(cell.row, cell.column, baseline.row, text))
+                differences.append(Difference(cell.row, cell.column, baseline_row=baseline.row, text=text))
     return differences
 
 
@@ -395,7 +422,7 @@ def _length_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
         measured = view.find_cell(cell)
         if measured is not None and measured.values and cell.x_value is not None:
             length = view.scale.scale_length(round(cell.x_value))
-            points[length] = Point(length, measured.value, measured.std or 0.0, measured.sources[0])
+            points[length] = Point(x=length, y=measured.value, spread=measured.std or 0.0, source=measured.sources[0])
     return list(points.values())
 
 
@@ -417,7 +444,7 @@ def _speed_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
     perplexity = view.find_cell(perplexity_cells[-1])
     if speed is None or perplexity is None or not perplexity.values:
         return []
-    return [Point(speed.value, perplexity.value, perplexity.std or 0.0, perplexity.sources[0])]
+    return [Point(x=speed.value, y=perplexity.value, spread=perplexity.std or 0.0, source=perplexity.sources[0])]
 
 
 def _learning_curve_points(cells: Sequence[Cell], view: ScaleView) -> list[Point]:
@@ -440,7 +467,7 @@ def _learning_curve_points(cells: Sequence[Cell], view: ScaleView) -> list[Point
     points: list[Point] = []
     for curve_point in view.find_learning_curve(variant, protocol):
         minutes = curve_point.tokens / speed.value / 60
-        points.append(Point(minutes, curve_point.perplexity, 0.0, curve_point.source))
+        points.append(Point(x=minutes, y=curve_point.perplexity, spread=0.0, source=curve_point.source))
     return points
 
 
@@ -459,7 +486,13 @@ def _choose_color(variant: Variant | None, index: int, series: Sequence[Series])
 
 
 def _make_series(name: str, points: Sequence[Point], color: str) -> Series:
-    """Return a line with a band of one standard deviation, if there are several seeds."""
+    """Return a line of a figure. If there are several seeds, the line has a band of one standard deviation.
+
+    Args:
+        name: The name of the line.
+        points: The points. The spread of a point is the standard deviation over the seeds, or 0 for a single seed.
+        color: The color of the line.
+    """
     x = tuple(point.x for point in points)
     y = tuple(point.y for point in points)
     line = Series(name, x, y, color)

@@ -96,7 +96,13 @@ def _make_subtitle(collection: Collection) -> str:
 
 
 def _find_further_figures(collection: Collection, headline: Headline | None, view: ScaleView | None) -> list[Figure]:
-    """Return the figures below the main figure. Figures without data are left out."""
+    """Return the figures below the main figure. Figures without data are left out.
+
+    Args:
+        collection: The runs.
+        headline: The curves of the main figure, or None if there are no such curves.
+        view: The stored results at one scale (laptop, gpu or paper). None if the runs belong to no scale.
+    """
     figures: list[Figure | None] = []
     if headline is not None:
         figures.append(sections.position_figure(headline))
@@ -108,7 +114,13 @@ def _find_further_figures(collection: Collection, headline: Headline | None, vie
 
 
 def _describe_criteria(claims: list[Claim]) -> str:
-    """Return sentences about how many criteria were changed after results were available."""
+    """Return sentences about how many criteria were changed after results were available.
+
+    The criterion of a claim says which measurements support the claim.
+
+    Args:
+        claims: The claims of the paper that the report checks.
+    """
     changed = [claim.name for claim in claims if claim.criterion.results_were_known]
     unchanged_count = len(claims) - len(changed)
     description = f"{unchanged_count} of {len(claims)} criteria were written before results were available."
@@ -136,7 +148,7 @@ def _make_tables_record(collection: Collection, tables: list[Table]) -> dict[str
 
 
 def _make_table_record(table: Table) -> dict[str, Any]:
-    """Return one table as data for `tables.json`."""
+    """Return one table as data for `tables.json`. Each row consists of its label and the list of its cells."""
     return {
         "name": table.name,
         "title": table.title,
@@ -148,7 +160,11 @@ def _make_table_record(table: Table) -> dict[str, Any]:
 
 
 def _make_difference_record(difference: Difference) -> dict[str, Any]:
-    """Return the comparison of ALiBi with another method as data for `tables.json`."""
+    """Return the comparison of ALiBi with another method as data for `tables.json`.
+
+    Args:
+        difference: The compared rows of a table, their column, and the difference of their perplexities as text.
+    """
     return {
         "row": difference.row,
         "column": difference.column,
@@ -169,7 +185,13 @@ def _write_claims(judged_claims: JudgedClaims, path: Path, scale_name: str) -> N
 
 
 def _make_claim_record(claim: Claim, outcome: Outcome, scale_name: str) -> dict[str, Any]:
-    """Return the outcome of one claim as data for `claims.json`."""
+    """Return the outcome of one claim as data for `claims.json`.
+
+    Args:
+        claim: A statement of the paper, with the numbers of the paper and the criterion of the check.
+        outcome: The measured numbers and the verdict.
+        scale_name: The size at which the numbers were measured: "laptop", "gpu" or "paper".
+    """
     return {
         "name": claim.name,
         "statement": claim.statement,

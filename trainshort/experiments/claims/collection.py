@@ -80,7 +80,10 @@ class Run:
 
 
 def _is_standard(evaluation: Evaluation) -> bool:
-    """Return whether an evaluation used the best checkpoint, windows without overlap and unchanged ALiBi slopes."""
+    """Return whether an evaluation used the standard settings.
+
+    The standard is the best checkpoint, windows that do not overlap, and the ALiBi slopes of the trained model.
+    """
     # An evaluation of a run folder uses the best checkpoint. An evaluation of another checkpoint has another kind.
     uses_best_checkpoint = evaluation.target["kind"] == "run"
     has_no_overlap = evaluation.protocol["stride"] is None
@@ -104,7 +107,11 @@ class Collection:
 
     @cached_property
     def scale(self) -> Scale | None:
-        """Return the scale that most of the runs belong to. None if no run belongs to a known scale."""
+        """Return the scale (laptop, gpu or paper) that most of the runs belong to.
+
+        A run belongs to a scale if it is a model of the paper at this size. The result is None if no run belongs to a
+        scale.
+        """
         # The position method and the seed of each model, by run name. Costs are always measured with seed 1.
         models = {name: (str(entry["position"]), 1) for name, entry in self.costs.items()}
         for name, run in self.runs.items():
@@ -124,10 +131,12 @@ class Collection:
 
 
 def _belongs_to_scale(scale: Scale, name: str, position: str, seed: int) -> bool:
-    """Return whether a scale has a model with this run name.
+    """Return whether a run is a model of the paper at a scale.
+
+    The run names of all models of the scale with the same training length are computed and compared with `name`.
 
     Args:
-        scale: The scale.
+        scale: The size at which experiments are run (laptop, gpu or paper).
         name: The run name, such as "alibi-128-0123abcd". The last part is a hash of all settings.
         position: The position method of the run, which may also be a plug-in.
         seed: The seed of the run.
@@ -138,6 +147,7 @@ def _belongs_to_scale(scale: Scale, name: str, position: str, seed: int) -> bool
     setups = SETUPS[:1] if scale.uses_single_corpus else SETUPS
     for setup in setups:
         for length in LENGTHS:
+            # `scale_length` converts a length of the paper to the length of this scale, such as 512 to 128.
             if str(scale.scale_length(length)) == length_text:
                 variant = Variant(setup, position, length, seed)
                 if scale.run_name(variant) == name:
@@ -176,7 +186,11 @@ def collect(paths: Sequence[Path]) -> Collection:
 
 
 def _read_runs(path: Path) -> list[Run]:
-    """Return the run at `path`, or all runs in the folder `path`."""
+    """Read the results of the run at `path`, or of all runs in the folder `path`.
+
+    Args:
+        path: A run folder, or a folder that contains run folders. A run folder contains a config file.
+    """
     if _has_config(path):
         return [_read_run(path)]
     runs: list[Run] = []
@@ -237,7 +251,8 @@ def read_costs(root: Path) -> dict[str, Any]:
         root: The folder that contains the run folders.
 
     Returns:
-        The entries by run name. The dictionary is empty if nothing was measured, or if the file has an old format.
+        The entries of the cost file by run name. An entry contains the measured times, the memory and the training
+        length of a model. The dictionary is empty if nothing was measured, or if the file has an old format.
 
     Raises:
         InputError: If the file is damaged.

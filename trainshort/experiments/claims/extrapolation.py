@@ -82,7 +82,8 @@ def compare_lengths(
         stride: The stride of a sliding window. None evaluates windows that do not overlap.
 
     Returns:
-        How much higher the perplexity at the longer length is. None if one of the perplexities is missing.
+        How much higher the perplexity at the longer length is, with a 95 % interval: 0.1 means 10 % higher. None if one
+        of the perplexities is missing.
     """
     model = wikitext_variant(position)
     far_protocol = EvalProtocol(round(BASE_LENGTH * multiple), stride)
@@ -101,7 +102,8 @@ def compare_methods(view: ScaleView, length: int, position: str, baseline: str) 
         baseline: The position method that it is compared with.
 
     Returns:
-        How much higher the perplexity of `position` is than the perplexity of `baseline`. None if one is missing.
+        How much higher the perplexity of `position` is than the perplexity of `baseline`, with a 95 % interval: 0.1
+        means 10 % higher. None if one of the perplexities is missing.
     """
     protocol = EvalProtocol(length)
     model = wikitext_variant(position, length)
@@ -110,7 +112,14 @@ def compare_methods(view: ScaleView, length: int, position: str, baseline: str) 
 
 
 def find_rows_by_length(view: ScaleView, variant: Variant) -> dict[int, tuple[LengthScore, Path]]:
-    """Return the results of the first seed of a model by evaluation length, each with its file."""
+    """Return the results of a model by evaluation length, each with its file. Only the first seed is used.
+
+    The results are those of the standard evaluation: windows that do not overlap, on the default split.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+        variant: The model.
+    """
     runs = view.find_runs(variant)
     if not runs:
         return {}
@@ -161,6 +170,7 @@ def longest_usable_length(view: ScaleView, position: str) -> UsableLength | None
     # The last length before the first length that is not usable.
     longest_usable = longest_contiguous(usable_by_length)
     is_longest_evaluated = longest_usable == rows[-1].length
+    # The training length is the smallest possible result.
     return UsableLength(longest_usable or rows[0].length, is_longest_evaluated)
 
 
@@ -185,6 +195,7 @@ def usable_length_bounds(view: ScaleView, position: str) -> tuple[float, float]:
         change = compare_lengths(view, position, length / training_length)
         if change is None:
             return longest_good_length, length  # The model could not be evaluated at this length.
+        # Is the complete 95 % interval of the change above the limit of 1 %?
         worse_verdict = judge_above(change, MAX_PERPLEXITY_RATIO - 1)
         if worse_verdict == "supported":
             return longest_good_length, length
@@ -269,7 +280,14 @@ def _degrades_earlier(bounds: tuple[float, float], other_bounds: tuple[float, fl
     criterion=INTERVAL_CRITERION,
 )
 def check_alibi_extrapolates(view: ScaleView) -> Outcome:
-    """Check that ALiBi's perplexity at 16 times the training length is at most 1 % higher."""
+    """Check that ALiBi's perplexity at 16 times the training length is at most 1 % higher.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     change = compare_lengths(view, "alibi", 16)
     if change is None:
         return missing_outcome("an ALiBi model that was evaluated at 1 and 16 times its training length")
@@ -277,6 +295,7 @@ def check_alibi_extrapolates(view: ScaleView) -> Outcome:
         f"ALiBi's perplexity at 16 times the training length differs by {change}. "
         f"Up to {MAX_PERPLEXITY_RATIO - 1:+.0%} counts as no worse."
     )
+    # `is_worse` is a verdict. It is "supported" if the complete interval of the change is above 1 %.
     is_worse = judge_above(change, MAX_PERPLEXITY_RATIO - 1)
     measured = f"{change.format_before_after()} at 16 times the length"
     return make_outcome(negate_verdict(is_worse), measured, reason, change)
@@ -289,7 +308,14 @@ def check_alibi_extrapolates(view: ScaleView) -> Outcome:
     criterion=INTERVAL_CRITERION,
 )
 def check_sinusoidal_fails(view: ScaleView) -> Outcome:
-    """Check that the perplexity of the sinusoidal model at twice the training length is more than 10 % higher."""
+    """Check that the perplexity of the sinusoidal model at twice the training length is more than 10 % higher.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     change = compare_lengths(view, "sinusoidal", 2)
     if change is None:
         return missing_outcome("a sinusoidal model that was evaluated at 1 and 2 times its training length")
@@ -313,7 +339,14 @@ def check_sinusoidal_fails(view: ScaleView) -> Outcome:
     criterion=INTERVAL_CRITERION,
 )
 def check_short_beats_long(view: ScaleView) -> Outcome:
-    """Check that ALiBi trained short has a lower perplexity at the long length than the sinusoidal model."""
+    """Check that ALiBi trained short has a lower perplexity at the long length than the sinusoidal model.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     protocol = EvalProtocol(SINUSOIDAL_LONG.length)
     change = view.compare_perplexities((ALIBI_SHORT, protocol), (SINUSOIDAL_LONG, protocol))
     if change is None:
@@ -322,6 +355,7 @@ def check_short_beats_long(view: ScaleView) -> Outcome:
         f"ALiBi's perplexity differs by {change} from the sinusoidal model. "
         "Both models were trained on the same number of tokens."
     )
+    # ALiBi is better if the complete interval of the difference is below 0.
     return make_outcome(judge_below(change, 0), change.format_versus(), reason, change)
 
 
@@ -333,7 +367,14 @@ def check_short_beats_long(view: ScaleView) -> Outcome:
     criterion=INTERVAL_CRITERION,
 )
 def check_recency_helps(view: ScaleView) -> Outcome:
-    """Check that ALiBi has a lower perplexity than the sinusoidal model at every training length."""
+    """Check that ALiBi has a lower perplexity than the sinusoidal model at every training length.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     changes: dict[int, RatioWithInterval] = {}
     for length in view.scale.training_lengths:
         change = compare_methods(view, length, "alibi", "sinusoidal")
@@ -345,6 +386,7 @@ def check_recency_helps(view: ScaleView) -> Outcome:
     measured = "; ".join(
         f"{change.format_versus()} at {view.scale.scale_length(length):,}" for length, change in changes.items()
     )
+    # ALiBi is better at a length if the complete interval of the difference is below 0.
     verdicts: list[Verdict] = [judge_below(change, 0) for change in changes.values()]
     reason = f"ALiBi is significantly better at {verdicts.count('supported')} of {len(verdicts)} lengths."
     return make_outcome(combine_verdicts(verdicts), measured, reason, *changes.values())
@@ -358,7 +400,14 @@ def check_recency_helps(view: ScaleView) -> Outcome:
     criterion=INTERVAL_CRITERION,
 )
 def check_flat_sliding(view: ScaleView) -> Outcome:
-    """Check that ALiBi's sliding-window perplexity changes by at most 3 % at 2 and 4 times the training length."""
+    """Check that ALiBi's sliding-window perplexity changes by at most 3 % at 2 and 4 times the training length.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     at_twice = compare_lengths(view, "alibi", 2, stride=1)
     at_four_times = compare_lengths(view, "alibi", 4, stride=1)
     if at_twice is None or at_four_times is None:
@@ -390,7 +439,14 @@ def check_flat_sliding(view: ScaleView) -> Outcome:
     criterion=INTERVAL_CRITERION,
 )
 def check_sliding_does_not_rescue(view: ScaleView) -> Outcome:
-    """Check that the sinusoidal model's sliding-window perplexity is more than 10 % higher at twice the length."""
+    """Check that the sinusoidal model's sliding-window perplexity is more than 10 % higher at twice the length.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     change = compare_lengths(view, "sinusoidal", 2, stride=1)
     if change is None:
         return missing_outcome("a sinusoidal model that was evaluated with a sliding window")
@@ -444,9 +500,14 @@ def check_early_tokens(view: ScaleView) -> Outcome:
 
 
 def _find_scored_rows(view: ScaleView, query: Query) -> list[tuple[LengthScore, Path]]:
-    """Return the results of an ALiBi model at 1 and 2 times its training length. Missing results are left out.
+    """Return the results of an ALiBi model at 1 and 2 times its training length, each with its file.
 
-    The model is the first seed of the model that was trained with the shortest length.
+    The model was trained with length 512 of the paper (or the corresponding length of the scale). Its first seed is
+    used. Missing results and failed evaluations are left out.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+        query: The split, the stride and the number of tokens of the evaluation.
     """
     runs = view.find_runs(wikitext_variant("alibi"))
     if not runs:
@@ -485,7 +546,14 @@ def _half_width(row: LengthScore, baseline: LengthScore) -> float:
     published="1.3B parameters, trained at 512: 9.79, lowest 9.30 at 1,012, then 9.96 at 10,512",
 )
 def check_optimum(view: ScaleView) -> Outcome:
-    """Check that the large ALiBi model has its lowest perplexity between 1.5 and 3 times the training length."""
+    """Check that the large ALiBi model has its lowest perplexity between 1.5 and 3 times the training length.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     if view.scale.uses_single_corpus:  # Only the scale "paper" has the large dataset.
         return missing_outcome("the model with 1.3B parameters on CC100+RoBERTa. Small models cannot test the claim")
     # The results are sorted by evaluation length. Each result has the path of its file.
@@ -501,5 +569,6 @@ def check_optimum(view: ScaleView) -> Outcome:
         f"{longest_row.perplexity:.2f} at {longest_row.length:,}"
     )
     reason = "The claim is supported if the best length lies between 1.5 and 3 times the training length."
-    best_cell = MeasuredCell((best_row.perplexity,), tuple(path for _, path in results))
+    # The files of all lengths are sources of the verdict.
+    best_cell = MeasuredCell(values=(best_row.perplexity,), sources=tuple(path for _, path in results))
     return make_outcome(verdict_of_condition(is_near_twice), measured, reason, best_cell)

@@ -182,9 +182,10 @@ class ScaleView:
     # ---- evaluations
 
     def find_runs(self, variant: Variant) -> list[Run]:
-        """Return the runs of a model, one for each seed."""
+        """Return the runs of a model, one for each seed that was trained. The seed of `variant` is ignored."""
         runs: list[Run] = []
         for seed in SEEDS:
+            # `_lookup` returns None if the model was not trained with this seed.
             run = self._lookup(replace(variant, seed=seed), self.collection.runs)
             if run is not None:
                 runs.append(run)
@@ -194,12 +195,25 @@ class ScaleView:
         """Return the results of a run that match an evaluation protocol, by sequence length.
 
         The length of the protocol is ignored. The results of all lengths are returned.
+
+        Args:
+            run: The run.
+            protocol: The stride and the split of the evaluation.
+
+        Returns:
+            The result at each length, and the file that contains the result.
         """
+        # For a sliding window, the second query is the same text without overlap. It is not needed here.
         query = build_queries(self.scale, protocol)[0]
         return run.rows(query)
 
     def find_rows_of_seeds(self, variant: Variant, protocol: EvalProtocol) -> list[tuple[LengthScore, Path]]:
-        """Return the result of each seed of a model that was evaluated with a protocol, with its file."""
+        """Return the results of a model that was evaluated with a protocol, one for each seed, each with its file.
+
+        Args:
+            variant: The model. Its seed is ignored.
+            protocol: The length, the stride and the split of the evaluation. The scale converts the length.
+        """
         length = self.scale.scale_length(protocol.length)
         results: list[tuple[LengthScore, Path]] = []
         for run in self.find_runs(variant):
@@ -238,7 +252,14 @@ class ScaleView:
         return MeasuredCell(tuple(values), sources, status)
 
     def find_learning_curve(self, variant: Variant, protocol: EvalProtocol) -> list[CurvePoint]:
-        """Return the perplexity of all evaluated checkpoints of a model, sorted by the number of training tokens."""
+        """Return the perplexity of all evaluated checkpoints of a model, sorted by the number of training tokens.
+
+        The checkpoints of all seeds are points of the same curve.
+
+        Args:
+            variant: The model.
+            protocol: The length and the split of the evaluation.
+        """
         length = self.scale.scale_length(protocol.length)
         points: list[CurvePoint] = []
         for run in self.find_runs(variant):
@@ -252,7 +273,7 @@ class ScaleView:
                     continue
                 row, path = result
                 if row.status == "scored":
-                    points.append(CurvePoint(step * tokens_per_step, row.perplexity, path))
+                    points.append(CurvePoint(tokens=step * tokens_per_step, perplexity=row.perplexity, source=path))
         return sorted(points)
 
     # ---- costs
@@ -309,7 +330,7 @@ class ScaleView:
             return None
         speedups = [baseline_time / time - 1 for time, baseline_time in zip(seconds, baseline_seconds, strict=True)]
         median, low, high = median_with_interval(speedups)
-        return RatioWithInterval(median, low, high, (entry["path"], baseline_entry["path"]))
+        return RatioWithInterval(change=median, low=low, high=high, sources=(entry["path"], baseline_entry["path"]))
 
     def compare_memories(self, variant: Variant, baseline: Variant) -> RatioWithInterval | None:
         """Compare the training memory of two models.
@@ -335,7 +356,7 @@ class ScaleView:
         change = statistics.median(peaks) / statistics.median(baseline_peaks) - 1
         low = min(peaks) / max(baseline_peaks) - 1
         high = max(peaks) / min(baseline_peaks) - 1
-        return RatioWithInterval(change, low, high, (entry["path"], baseline_entry["path"]))
+        return RatioWithInterval(change, low, high, sources=(entry["path"], baseline_entry["path"]))
 
     def compare_perplexities(
         self, evaluated: tuple[Variant, EvalProtocol], baseline: tuple[Variant, EvalProtocol]
@@ -402,6 +423,10 @@ def _seed_noise(cell: MeasuredCell, baseline: MeasuredCell) -> float:
 
     The result is twice the standard error of the difference. It is at least the standard deviation of the first
     model's log-perplexities. The result is 0 if one of the models has a single seed.
+
+    Args:
+        cell: The perplexity of the first model for each seed.
+        baseline: The perplexity of the second model for each seed.
     """
     if len(cell.values) < 2 or len(baseline.values) < 2:
         return 0.0

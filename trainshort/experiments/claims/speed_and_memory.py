@@ -47,7 +47,8 @@ def speedups_over_sinusoidal(view: ScaleView, position: str) -> dict[int, RatioW
         position: The position method.
 
     Returns:
-        The relative differences in speed by the actual training length. Lengths that were not measured are left out.
+        The relative differences in speed with their intervals, by the actual training length. -0.01 means 1 % slower.
+        Lengths that were not measured are left out.
     """
     speedups: dict[int, RatioWithInterval] = {}
     for length in SPEED_LENGTHS:
@@ -71,7 +72,14 @@ def format_speedups(speedups: dict[int, RatioWithInterval]) -> str:
     criterion=PAIRED_ROUNDS_CRITERION,
 )
 def check_same_speed(view: ScaleView) -> Outcome:
-    """Check that ALiBi trains at most 1 % slower than sinusoidal embeddings at every length."""
+    """Check that ALiBi trains at most 1 % slower than sinusoidal embeddings at every length.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     speedups = speedups_over_sinusoidal(view, "alibi")
     if not speedups:
         return missing_outcome(MISSING_COSTS)
@@ -91,7 +99,14 @@ def check_same_speed(view: ScaleView) -> Outcome:
     criterion=REPEATED_MEMORY_CRITERION,
 )
 def check_same_memory(view: ScaleView) -> Outcome:
-    """Check that ALiBi needs at most 1 % and at most 100 MB more memory than sinusoidal embeddings."""
+    """Check that ALiBi needs at most 1 % and at most 100 MB more memory than sinusoidal embeddings.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     alibi = wikitext_variant("alibi")
     sinusoidal = wikitext_variant("sinusoidal")
     alibi_memory = view.find_cost(alibi, "train memory")
@@ -106,7 +121,7 @@ def check_same_memory(view: ScaleView) -> Outcome:
         "The claim is supported if the difference is at most 1 % and at most 100 MB. "
         "Memory is the peak above the memory of the idle program."
     )
-    # The smaller limit applies: 1 %, or 0.1 GB relative to the memory of the baseline in GB.
+    # The smaller limit applies: 1 %, or 100 MB (0.1 GB) divided by the memory of the sinusoidal model in GB.
     max_change = min(0.01, 0.1 / sinusoidal_memory.value)
     return make_outcome(negate_verdict(judge_above(change, max_change)), measured, reason, change)
 
@@ -118,7 +133,14 @@ def check_same_memory(view: ScaleView) -> Outcome:
     criterion=PAIRED_ROUNDS_CRITERION,
 )
 def check_others_slower(view: ScaleView) -> Outcome:
-    """Check that rotary embeddings and the T5 bias train more than 1 % slower than sinusoidal at every length."""
+    """Check that rotary embeddings and the T5 bias train more than 1 % slower than sinusoidal at every length.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     rotary_speedups = speedups_over_sinusoidal(view, "rotary")
     t5_speedups = speedups_over_sinusoidal(view, "t5")
     if not rotary_speedups or not t5_speedups:
@@ -148,7 +170,14 @@ def check_others_slower(view: ScaleView) -> Outcome:
     ),
 )
 def check_time_to_perplexity(view: ScaleView) -> Outcome:
-    """Check that ALiBi reaches a perplexity earlier than a sinusoidal model that was trained on longer sequences."""
+    """Check that ALiBi reaches a perplexity earlier than a sinusoidal model that was trained on longer sequences.
+
+    Args:
+        view: The stored results at one scale (laptop, gpu or paper).
+
+    Returns:
+        The verdict ("supported", "not supported", "inconclusive" or "not tested") with the measured numbers.
+    """
     # The paper compares the first pair of models. The second pair is trained at every scale.
     for setup, short_length, long_length in (("cc100", 1024, 2048), ("wikitext103", BASE_LENGTH, 3072)):
         alibi = Variant(setup, "alibi", short_length)
@@ -219,6 +248,7 @@ def _saving_in_time(token_saving: float, speedup: RatioWithInterval, sources: tu
     """
 
     def time_saving(speedup_value: float) -> float:
+        """Return the share of the time that is saved at a certain difference in speed."""
         needed_time = (1 - token_saving) / (1 + speedup_value)  # as a fraction of the time of the other model
         return 1 - needed_time
 

@@ -58,7 +58,10 @@ class CriterionVersion:
 
     @property
     def note(self) -> str:
-        """Return a sentence about a change that was made after results were available. Otherwise return ""."""
+        """Return a sentence about a change of the criterion that was made after results were available.
+
+        The text is empty if the criterion was written before results were available.
+        """
         if not self.results_were_known:
             return ""
         return f"Criterion changed on {self.date}, after results were available: {self.change}."
@@ -110,6 +113,9 @@ def register_claim(
         statement: The claim as a sentence.
         published: The numbers in the paper that support the claim.
         criterion: When the criterion of the check was written or changed.
+
+    Returns:
+        A decorator for a function that takes the stored results at one scale and returns the outcome of the claim.
     """
 
     def register(check: Callable[[ScaleView], Outcome]) -> Callable[[ScaleView], Outcome]:
@@ -120,13 +126,13 @@ def register_claim(
 
 
 def evaluate_claims(view: ScaleView) -> JudgedClaims:
-    """Check all claims.
+    """Check all registered claims. A claim is a statement of the paper that the measurements can support.
 
     Args:
         view: The stored results at one scale (laptop, gpu or paper).
 
     Returns:
-        All claims with the outcomes of their checks.
+        Pairs of a claim and the outcome of its check.
     """
     # Importing these modules registers the checks.
     from trainshort.experiments.claims import extrapolation, speed_and_memory  # noqa: F401
@@ -179,7 +185,7 @@ def judge_below(ratio: RatioWithInterval, bound: float) -> Verdict:
 
 
 def negate_verdict(verdict: Verdict) -> Verdict:
-    """Return the verdict on the opposite statement."""
+    """Return the verdict on the opposite statement. "inconclusive" and "not tested" remain unchanged."""
     if verdict == "supported":
         return "not supported"
     if verdict == "not supported":
@@ -188,7 +194,13 @@ def negate_verdict(verdict: Verdict) -> Verdict:
 
 
 def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the verdict on a claim with several parts. The claim is supported only if all parts are supported."""
+    """Return the verdict on a claim with several parts.
+
+    The claim is supported only if all parts are supported. It is not supported as soon as one part is not supported.
+
+    Args:
+        verdicts: The verdict on each part.
+    """
     parts = list(verdicts)
     if "not supported" in parts:
         return "not supported"
@@ -211,7 +223,7 @@ def missing_outcome(requirement: str) -> Outcome:
     Args:
         requirement: What is missing, as the end of the sentence "The check requires ...".
     """
-    return Outcome("not tested", "not measured", f"The check requires {requirement}.")
+    return Outcome(verdict="not tested", measured="not measured", reason=f"The check requires {requirement}.")
 
 
 def make_outcome(
@@ -222,7 +234,7 @@ def make_outcome(
     Args:
         verdict: The verdict.
         measured: The measured numbers as text.
-        reason: The criterion, and how the numbers compare with it.
+        reason: The criterion of the claim, and how the numbers compare with the criterion.
         evidence: The values and comparisons that the verdict is based on. Their files become the sources of the
             outcome. The widest interval of the comparisons determines the smallest difference that can be detected.
     """
@@ -238,4 +250,4 @@ def make_outcome(
     smallest_detectable = ""
     if largest_half_width:
         smallest_detectable = f"differences of {largest_half_width:.1%}"
-    return Outcome(verdict, measured, reason, tuple(sources), smallest_detectable)
+    return Outcome(verdict, measured, reason, sources=tuple(sources), smallest_detectable=smallest_detectable)

@@ -79,13 +79,15 @@ def measure_costs(
 
 
 def _group_by_length(configs: dict[str, RunConfig]) -> dict[int, dict[str, RunConfig]]:
-    """Group models so that the models of one group can be timed in turns.
+    """Group models by training length. The models of one group are later timed in turns, one step of each model.
 
     Args:
         configs: The configs of the models, by run name.
 
     Returns:
-        The groups by their largest sequence length. All models up to `INTERLEAVE_MAX_LENGTH` are in one group.
+        The groups, by the largest training length that belongs to the group. Each group contains configs by run name.
+        All models with a training length up to `INTERLEAVE_MAX_LENGTH` are in one group. Longer models are grouped by
+        their own training length.
     """
     groups: dict[int, dict[str, RunConfig]] = {}
     for name, config in configs.items():
@@ -98,14 +100,15 @@ def _group_by_length(configs: dict[str, RunConfig]) -> dict[int, dict[str, RunCo
 def _make_cost_entry(
     name: str, config: RunConfig, timings: dict[str, Timing], peak_memories: list[int] | None
 ) -> dict[str, Any]:
-    """Return the entry of one model in the cost file.
+    """Return the entry of one model in the cost file, which stores the speed and the memory of models.
 
-    In the entry, "read" means evaluation. The values of "train_seconds" and "read_seconds" are the times of each round.
+    In the entry, "read" means evaluation. "train_seconds" and "read_seconds" are lists with the time of each round of
+    the measurement. In a round, every model does one step. "tokens" is the number of tokens of one step.
 
     Args:
         name: The run name.
         config: The config of the model.
-        timings: The measured times. The keys are "train NAME" and "read NAME".
+        timings: The measured times. The keys are "train NAME" and "read NAME", where NAME is the run name.
         peak_memories: The peak training memory in bytes of each measurement. None if the memory was not measured.
     """
     eval_timing = timings.get(f"read {name}")
@@ -143,11 +146,11 @@ def _time_interleaved(
             functions[f"read {name}"] = benchmark.infer
 
     # The first round is a warm-up. It also shows how many rounds fit into the time budget.
-    warmup_timings = time_interleaved(functions, 1)
+    warmup_timings = time_interleaved(functions, rounds=1)
     seconds_per_round = sum(timing.best for timing in warmup_timings.values())
     affordable_rounds = round(TIMING_BUDGET_SECONDS / seconds_per_round)
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, affordable_rounds))
-    return time_interleaved(functions, rounds, warmup=0)
+    return time_interleaved(functions, rounds, warmup=0)  # The warm-up was done above.
 
 
 def _measure_peak_memories(configs: dict[str, RunConfig], device: str) -> dict[str, list[int]]:
@@ -163,7 +166,11 @@ def _measure_peak_memories(configs: dict[str, RunConfig], device: str) -> dict[s
     """
 
     def measure_once(config: RunConfig) -> int | None:
-        """Return the peak memory of training in bytes, or None if the device does not report its memory."""
+        """Measure the peak memory of training one model in a new process.
+
+        Returns:
+            The memory in bytes, or None if the device does not report its memory.
+        """
         result = run_in_subprocess(
             "trainshort.evaluate.step_cost", config=config.model_dump(mode="json"), device=device
         )

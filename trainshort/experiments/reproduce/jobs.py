@@ -69,7 +69,7 @@ class Job:
     needs_sample: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the values that are pickled. The config is pickled as plain data.
+        """Return the values that are pickled when the job is sent to another process. The config is plain data.
 
         The config may contain an object of a plug-in class. Another process can only create such an object after it has
         loaded the plug-in. `RunConfig.parse` loads the plug-in.
@@ -117,7 +117,10 @@ class MissingEvaluation:
 
 
 def plan_jobs(experiments: Sequence[Experiment], scale: Scale, seeds: Iterable[int] = (1,)) -> JobPlan:
-    """Return all work that is needed to fill the tables of some experiments.
+    """Return all work that is needed to measure the numbers of some experiments.
+
+    A variant is a model of the paper, such as ALiBi trained at length 512. A scale converts it to the config of a
+    smaller model.
 
     Args:
         experiments: The tables and figures of the paper.
@@ -125,13 +128,15 @@ def plan_jobs(experiments: Sequence[Experiment], scale: Scale, seeds: Iterable[i
         seeds: Every model is trained once with each of these seeds.
 
     Returns:
-        The plan. Each model has one job. The jobs are in the order in which the experiments name the models.
+        The plan. Each model has one job, which trains and evaluates the model. The jobs are in the order in which the
+        experiments name the models. The plan also contains the models whose speed or memory is measured.
     """
     jobs: dict[str, Job] = {}
     for seed in seeds:
         for experiment in experiments:
             _add_jobs(with_seed(experiment, seed), scale, jobs)
 
+    # Costs (speed and memory) are measured without training, so these models need no job.
     cost_configs: dict[str, RunConfig] = {}
     for experiment in experiments:
         for variant in experiment.variants_to_measure(scale):
@@ -147,7 +152,9 @@ def plan_jobs(experiments: Sequence[Experiment], scale: Scale, seeds: Iterable[i
 
 
 def _find_measured_runs(experiments: Sequence[Experiment], scale: Scale, quantity: Quantity) -> frozenset[str]:
-    """Return the run names of the models whose cost is part of a table.
+    """Return the run names of the models whose cost (speed or memory) is part of a table.
+
+    The cells of an experiment are the numbers of the table. Each cell says which quantity of which model it contains.
 
     Args:
         experiments: The tables and figures of the paper.
@@ -163,13 +170,20 @@ def _find_measured_runs(experiments: Sequence[Experiment], scale: Scale, quantit
 
 
 def _add_jobs(experiment: Experiment, scale: Scale, jobs: dict[str, Job]) -> None:
-    """Add the models of an experiment to `jobs`, a dictionary by run name. Existing jobs get additional evaluations."""
+    """Add the models of an experiment to the jobs. A job that already exists gets additional evaluations.
+
+    Args:
+        experiment: The table or figure that needs the models.
+        scale: The size at which the experiment is run (laptop, gpu or paper).
+        jobs: The jobs by run name. The function changes this dictionary.
+    """
     variants = experiment.variants_to_train(scale)
     for variant in variants:
         config = scale.make_config(variant)
         name = run_name(config)
         job = jobs.setdefault(name, Job(name, config))
 
+        # Only the models of the demo with the shortest training length generate a text sample.
         shortest_length = min(other_variant.length for other_variant in variants)
         if experiment.name == SAMPLED_EXPERIMENT and variant.length == shortest_length:
             job.needs_sample = True
@@ -179,6 +193,9 @@ def _add_jobs(experiment: Experiment, scale: Scale, jobs: dict[str, Job]) -> Non
 
 def _add_evaluations(job: Job, experiment: Experiment, scale: Scale, variant: Variant) -> None:
     """Add the evaluations of one model to its job.
+
+    A protocol is an evaluation of the paper: a length, a stride and a split. A query is the corresponding evaluation at
+    the scale, without the length. The job stores the lengths of each query.
 
     Args:
         job: The job of the model. The function changes its fields `eval_lengths` and `curve_lengths`.
@@ -228,15 +245,24 @@ def find_missing_evaluations(folder: Path, job: Job) -> list[MissingEvaluation]:
     missing: list[MissingEvaluation] = []
     for path, query, lengths in _required_evaluations(folder, job):
         stored_rows = select_rows(stored, query)
+        # Other results have a status such as "out of memory".
         scored_lengths = {length for length, (row, _) in stored_rows.items() if row.status == "scored"}
         missing_lengths = lengths - scored_lengths
         if missing_lengths:
-            missing.append(MissingEvaluation(path, query, sorted(missing_lengths)))
+            missing.append(MissingEvaluation(path, query, lengths=sorted(missing_lengths)))
     return missing
 
 
 def _required_evaluations(folder: Path, job: Job) -> list[tuple[Path, Query, set[int]]]:
-    """Return the folder, the query and the sequence lengths of each evaluation of a job."""
+    """Return the folder, the query and the sequence lengths of each evaluation of a job.
+
+    A query describes an evaluation without its length: the split, the stride, the number of tokens and the step of the
+    checkpoint.
+
+    Args:
+        folder: The run folder of the job.
+        job: The job. If it needs learning curves, all complete checkpoints of the run are also evaluated.
+    """
     required = [(folder, query, lengths) for query, lengths in job.eval_lengths.items()]
     if not job.curve_lengths:
         return required
@@ -275,7 +301,7 @@ def is_finished(root: Path, job: Job) -> bool:
 
 
 def fraction_done(jobs: Sequence[Job], root: Path) -> float:
-    """Estimate how much of the work is done, for a progress bar.
+    """Estimate how much of the work (training and evaluations) is done, for a progress bar.
 
     Args:
         jobs: The jobs.
@@ -299,8 +325,9 @@ def fraction_done(jobs: Sequence[Job], root: Path) -> float:
                 missing.add((evaluation.query, length))
         for query, lengths in job.eval_lengths.items():
             for length in lengths:
-                stride = query.stride or length
-                # Overlapping windows read each token `length / stride` times.
+                stride = query.stride or length  # Windows without overlap have no stride.
+                # The cost is the number of tokens that the model reads. Overlapping windows read each token
+                # `length / stride` times.
                 cost = (query.tokens or ASSUMED_SPLIT_TOKENS) * (length / stride)
                 total += cost
                 if (query, length) not in missing:
@@ -309,7 +336,10 @@ def fraction_done(jobs: Sequence[Job], root: Path) -> float:
 
 
 def _steps_done(folder: Path, job: Job) -> int:
-    """Return the number of training steps that are done. The metrics log is read if the training has not finished."""
+    """Return the number of training steps that are done.
+
+    If the training has not finished, the number is the last step in the metrics log of the run folder.
+    """
     if is_trained(folder, job):
         return job.config.train.steps
     steps = [record["step"] for record in read_metrics(RunFolder(folder))]
@@ -344,7 +374,14 @@ def train_model(job: Job, root: Path) -> None:
 
 
 def evaluate_model(job: Job, root: Path) -> None:
-    """Run the missing evaluations of a trained model, and generate its text sample if the job needs one."""
+    """Run the missing evaluations of a trained model.
+
+    If the job needs a text sample, also generate text, and measure how far the attention heads look ("reach").
+
+    Args:
+        job: The job of the model.
+        root: The folder that contains the run folders.
+    """
     from trainshort.evaluate.evaluation import evaluate
     from trainshort.evaluate.sweep import Sweep
     from trainshort.evaluate.targets import RunTarget
@@ -354,7 +391,8 @@ def evaluate_model(job: Job, root: Path) -> None:
     folder = root / job.name
     for missing in find_missing_evaluations(folder, job):
         target = RunTarget(missing.path, device=pick_device(None))
-        text = open_text(target, (), missing.query.split, missing.query.tokens)
+        # `data=()` chooses the dataset that the model was trained on.
+        text = open_text(target, data=(), split=missing.query.split, max_tokens=missing.query.tokens)
         sweep = Sweep(text.tokens, missing.lengths, missing.query.stride)
         evaluate(target, text, sweep, picture=False)  # The report draws the figures of all models.
 
@@ -458,10 +496,10 @@ def _show_progress(jobs: list[Job], root: Path, console: Console) -> Iterator[Ca
     finished_count = 0
 
     def update_meter() -> None:
-        """Update the progress bar once per second until the block has ended. This function runs in a thread."""
-        # `wait` returns False after one second, and True as soon as the block has ended.
+        """Update the progress bar once per second until all jobs have ended. This function runs in a thread."""
+        # `wait(1.0)` returns False after one second, and True as soon as `stop_event` is set after the last job.
         while not stop_event.wait(1.0):
-            progress = fraction_done(jobs, root)
+            progress = fraction_done(jobs, root)  # between 0 and 1
             meter.advance(progress - meter.done, f"{finished_count} of {len(jobs)} models")
 
     def on_done(name: str) -> None:

@@ -41,7 +41,10 @@ class Worker:
 
 
 def default_parallelism() -> int:
-    """Return how many jobs run at the same time by default: one with a GPU, otherwise one per CPU core."""
+    """Return how many jobs run at the same time by default.
+
+    With a GPU one job runs at a time. Otherwise there is one job per CPU core, and at most `MAX_PARALLEL_JOBS`.
+    """
     import torch
 
     if torch.cuda.is_available():
@@ -109,7 +112,7 @@ def run_parallel(jobs: list[Job], root: Path, on_done: Callable[[str], None], pa
 
 
 def _scheduling_key(item: tuple[Job, JobStep]) -> tuple[int, bool, int]:
-    """Return a sort key for the step of a job. The step with the smallest key runs first.
+    """Return a sort key for one step of a job (training or evaluation). The step with the smallest key runs first.
 
     All models of one seed are finished before the next seed. Training goes before evaluation. Long training sequences
     go before short ones, because the slowest job must not start last.

@@ -50,7 +50,10 @@ class PlanEntry:
 
 
 def make_plan(experiments: Sequence[Experiment], scale: Scale, root: Path, seeds: int = 1) -> list[PlanEntry]:
-    """Return the plan for all models of some experiments.
+    """Return the plan for all models of some experiments: the command, the cost and the time of each training.
+
+    A variant is a model of the paper, such as ALiBi trained at length 512. A scale converts it to the config of the
+    model that is trained.
 
     Args:
         experiments: The tables and figures of the paper.
@@ -62,7 +65,7 @@ def make_plan(experiments: Sequence[Experiment], scale: Scale, root: Path, seeds
         One entry for each model. A model that several experiments need has one entry.
     """
     entries: dict[str, PlanEntry] = {}
-    costs = read_costs(root)
+    costs = read_costs(root)  # The measured speed and memory of models, by run name.
     for seed in range(1, seeds + 1):
         for experiment in experiments:
             for variant in with_seed(experiment, seed).variants_to_train(scale):
@@ -117,6 +120,8 @@ def _make_entry(
 def find_nearest_recipe(config: RunConfig, preferred_recipe: str) -> tuple[str, list[str]]:
     """Find a recipe and command-line options that produce a config.
 
+    A recipe is a registered config with a name, such as "laptop-alibi-64". Options change single settings of a recipe.
+
     Args:
         config: The config of a run.
         preferred_recipe: The recipe that is used if it exists. Otherwise the recipe that needs the fewest options is
@@ -143,13 +148,23 @@ def find_nearest_recipe(config: RunConfig, preferred_recipe: str) -> tuple[str, 
 
 
 def _options_between(recipe_config: RunConfig, config: RunConfig) -> list[str]:
-    """Return the command-line options that change the config of a recipe into another config."""
+    """Return the command-line options that change the config of a recipe into another config.
+
+    Args:
+        recipe_config: The config of the recipe.
+        config: The config that the recipe and the options must produce.
+
+    Returns:
+        The options, such as `["--model.position", "t5", "--train.seed", "2"]`.
+    """
     options: list[str] = []
     position = config.model.position
     if recipe_config.model.position != position:
         options += ["--model.position", position]
+        # The position method then no longer differs, so the loop below does not add it again.
         recipe_config = recipe_config.replace(model={"position": position})
 
+    # `flatten` turns nested settings into one dictionary with keys such as "train.seed".
     recipe_values = flatten(recipe_config.model_dump(mode="json", exclude={"format", "plugins"}))
     values = flatten(config.model_dump(mode="json", exclude={"format", "plugins"}))
     for name, value in values.items():
@@ -168,7 +183,8 @@ def _options_between(recipe_config: RunConfig, config: RunConfig) -> list[str]:
 def _plugin_options(position: str) -> list[str]:
     """Return the options `--plugin FILE` for the plug-in file that defines a position method.
 
-    An installed plug-in and a built-in method need no option.
+    An installed plug-in and a built-in method need no option. The files of other plug-ins are listed in an environment
+    variable (`PLUGIN_ENV_VAR`).
     """
     needed_plugins = plugins_of([("position method", position)])
     options: list[str] = []
@@ -221,12 +237,12 @@ def estimate_paper_hours(variant: Variant, tokens: int) -> float | None:
     if variant.setup == "cc100":  # The paper states the GPU-hours of these models directly.
         if not row:
             return None
-        total_gpu_hours = row["gpu_hours_k"] * 1e3
+        total_gpu_hours = row["gpu_hours_k"] * 1e3  # The key "..._k" stands for thousands.
         return total_gpu_hours / gpus
 
     # The speeds in the paper are those of a single GPU.
     if row:
-        tokens_per_second = row["train_wps_k"] * 1e3
+        tokens_per_second = row["train_wps_k"] * 1e3  # thousands of words per second; a word is one token
     else:
         figure_points = load_published_numbers()["fig7"].get(variant.position, [])
         tokens_per_second = dict(figure_points).get(variant.length)
@@ -259,6 +275,7 @@ def count_parameters(config: RunConfig) -> int:
 
     from trainshort.model.transformer import TransformerLM
 
+    # 0 in the config of the model means that the size of the vocabulary is taken from the dataset.
     vocab_size = config.model.vocab_size or config.data.vocab_size
     with torch.device("meta"):
         model = TransformerLM(config.model.replace(vocab_size=vocab_size))
@@ -298,7 +315,12 @@ def _format_requirements(entry: PlanEntry) -> str:
 
 
 def _format_total(timed_entries: Sequence[PlanEntry], scale: Scale) -> str:
-    """Return a sentence with the total time of all models whose time is known."""
+    """Return a sentence with the total training time of some models.
+
+    Args:
+        timed_entries: The plan of each model whose time is known.
+        scale: The size of the models. For the scale "paper", the speeds in the paper are used (GPUs of type V100).
+    """
     count = len(timed_entries)
     if scale.name == "paper":
         gpu_hours = sum(entry.gpus * (entry.hours or 0) for entry in timed_entries)

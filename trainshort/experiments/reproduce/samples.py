@@ -96,8 +96,14 @@ def _generate_passage(target: RunTarget, text: np.ndarray, end: int, settings: d
 
 
 def measure_reach(folder: Path) -> None:
-    """Measure how far each attention head of a trained model looks, and store the result in the run folder."""
+    """Measure how far each attention head of a trained model looks, and store the result in the run folder.
+
+    The analysis is called "reach". It writes the file `analysis/reach.json`.
+
+    Args:
+        folder: The run folder.
+    """
     target = RunTarget(folder)
-    text = open_text(target, ())
+    text = open_text(target, data=())  # The empty tuple chooses the dataset that the model was trained on.
     context = AnalysisContext(target, text.tokens, target.config.train.length)
     analyze(context, text, ["reach"], new_console(quiet=True))

@@ -96,6 +96,7 @@ def read_slurm_config(path: Path | None, gpus: int) -> SlurmConfig:
         return SlurmConfig.parse({"gpus": gpus, **values})
     except (tomllib.TOMLDecodeError, InputError) as error:
         message = str(error)
+        # The messages of `tomllib` do not end with a period.
         if not message.endswith((".", "?")):
             message += "."
         raise InputError(f"Invalid site file {path}: {message}") from None
@@ -112,7 +113,15 @@ class ClusterJob:
     cores: int | None
 
     def __call__(self, job: Job, root: Path) -> str:
-        """Run the job and return its name."""
+        """Run a job in the process that submitit started on the cluster.
+
+        Args:
+            job: The job, which trains and evaluates one model.
+            root: The folder that contains the run folders.
+
+        Returns:
+            The name of the job.
+        """
         if self.cores:
             import torch
 
@@ -121,9 +130,9 @@ class ClusterJob:
             return run_job(job, root)
 
     def checkpoint(self, job: Job, root: Path) -> Any:
-        """Return what submitit submits again after a time limit or a preemption.
+        """Return the call that submitit submits again after a time limit or a preemption. submitit calls this method.
 
-        The job continues from its last checkpoint, so the same call is submitted again.
+        The same call is submitted again. The training then continues from the last checkpoint in the run folder.
         """
         from submitit.helpers import DelayedSubmission
 
@@ -178,10 +187,11 @@ def run_on_cluster(
     # submitit is an optional package. `make_executor` raises InputError if it is not installed.
     from submitit.core.utils import FailedJobError
 
-    prepare_data(jobs)
+    prepare_data(jobs)  # All cluster jobs then read the prepared datasets.
     submitted: dict[str, Any] = {}
     try:
         for job in jobs:
+            # On the cluster, submitit calls `ClusterJob(config.cores)(job, root)`.
             submitted[job.name] = executor.submit(ClusterJob(config.cores), job, root.resolve())
     except (RuntimeError, OSError, FailedJobError) as error:
         raise InputError(
@@ -253,16 +263,20 @@ def _remove_finished(submitted: dict[str, Any], on_done: Callable[[str], None]) 
 
 
 def _find_jobs_missing_in_queue(submitted: dict[str, Any]) -> set[str]:
-    """Return the names of the jobs that are neither waiting nor running in Slurm."""
+    """Return the names of the jobs that are neither waiting nor running in Slurm.
+
+    Args:
+        submitted: The jobs of submitit, by name.
+    """
     queued_ids = _read_queue()
     if queued_ids is None:
-        return set()
+        return set()  # Slurm does not respond, so nothing is known about the jobs.
     return {name for name, submitit_job in submitted.items() if submitit_job.job_id not in queued_ids}
 
 
 def _read_queue() -> set[str] | None:
     """Return the IDs of all waiting and running Slurm jobs, or None if Slurm does not respond."""
-    command = ["squeue", "--noheader", "--format=%A"]
+    command = ["squeue", "--noheader", "--format=%A"]  # The output has one job ID per line.
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
