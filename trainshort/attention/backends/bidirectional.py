@@ -15,7 +15,7 @@ gradients dS = P (dO·V − dO·O) need nothing else of the other call. docs/win
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -61,6 +61,7 @@ class CausalGradients(NamedTuple):
     bias_queries: Tensor
 
 
+@runtime_checkable
 class CausalBackward(Protocol):
     """A function that computes the gradients of one causal call."""
 
