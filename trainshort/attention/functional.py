@@ -284,11 +284,12 @@ def choose_backend(call: AttentionCall) -> Backend:
     Raises:
         InputError: If no backend supports the call.
     """
-    is_forward_mode = forward_mode._current_level >= 0
+    is_forward_mode = forward_mode._current_level >= 0  # The level is -1 outside of forward-mode differentiation.
     if active_tracer() is not None or is_forward_mode:
         # The choice also depends on the transform that is active, which is not part of the signature.
         return _find_best_backend(call)
 
+    # `backends.changes` counts the changes of the list of backends, such as a backend of a plug-in.
     cache_key = (backends.changes, call.signature)
     # The cache is read only once, because another thread may clear the cache between two reads.
     backend = _backend_cache.get(cache_key)
@@ -350,7 +351,10 @@ def _find_best_backend(call: AttentionCall) -> Backend:
 
 
 def _reason_not_to_choose(backend: Backend, call: AttentionCall) -> str | None:
-    """Return why `backend="auto"` should not use a backend for a call, or None if the backend can be used."""
+    """Return why `backend="auto"` should not use a backend for a call, or None if the backend can be used.
+
+    Either the backend does not support the call, or the backend itself reports that another backend should be preferred.
+    """
     reason = backend.unsupported_reason(call)
     skip_reason = getattr(backend, "skip_reason", None)  # This method is optional.
     if reason is None and skip_reason is not None:
@@ -359,7 +363,10 @@ def _reason_not_to_choose(backend: Backend, call: AttentionCall) -> str | None:
 
 
 def _backend_rank(name: str, backend: Backend) -> int | float:
-    """Return the rank of a backend, which is 0 if the backend has no attribute `rank`."""
+    """Return the rank of a backend. `backend="auto"` prefers backends with a high rank and never uses rank 0.
+
+    A backend without the attribute `rank` has rank 0.
+    """
     rank = getattr(backend, "rank", 0)
     if not isinstance(rank, int | float):
         raise InputError(f"The rank of attention backend '{name}' must be a number, got {type(rank).__name__}.")
