@@ -353,7 +353,7 @@ def _find_best_backend(call: AttentionCall) -> Backend:
 def _reason_not_to_choose(backend: Backend, call: AttentionCall) -> str | None:
     """Return why `backend="auto"` should not use a backend for a call, or None if the backend can be used.
 
-    Either the backend does not support the call, or the backend itself reports that another backend should be preferred.
+    Either the backend does not support the call, or its method `skip_reason` reports that another backend is preferred.
     """
     reason = backend.unsupported_reason(call)
     skip_reason = getattr(backend, "skip_reason", None)  # This method is optional.

@@ -65,7 +65,7 @@ class StatusLine:
         self._write(SAVE_CURSOR + RESET_SCROLL_REGION + self._move_to_last_row() + CLEAR_LINE + RESTORE_CURSOR)
 
     def show_prompt_progress(self, stream: TokenStream) -> None:
-        """Show how many tokens of the prompts are not processed yet."""
+        """Show how many tokens of the prompts are not processed yet. Several samples are generated as one batch."""
         unread = sum(len(sample.unread) for sample in stream.samples)
         # A single unread token needs no progress: it is processed in the step that generates the first token.
         if unread > 1:
@@ -75,7 +75,7 @@ class StatusLine:
         """Count a generated token, and update the status line if enough time has passed.
 
         Args:
-            context: The length of the text in tokens.
+            context: The length of the text in tokens: the prompt and the generated tokens.
         """
         self.tokens += 1
         now = time.monotonic()
@@ -238,7 +238,7 @@ class Session:
 
     def _warn_about_length(self) -> None:
         """Print a warning once if the text is longer than the lengths at which the model was evaluated."""
-        evaluated_length = self.evaluated_length
+        evaluated_length = self.evaluated_length  # None if no evaluation is known, or after the warning
         if evaluated_length is None or self.stream.context <= evaluated_length.length:
             return
         if sys.stderr.isatty():
