@@ -122,7 +122,7 @@ def attend(
     backend: str = ...,
     tolerance: float = ...,
     causal: bool = ...,
-    return_stats: Literal[False] = ...,
+    return_stats: Literal[False] = ...,  # Without statistics, the result is only the attention output.
 ) -> Tensor: ...
 
 
@@ -140,7 +140,7 @@ def attend(
     backend: str = ...,
     tolerance: float = ...,
     causal: bool = ...,
-    return_stats: Literal[True],
+    return_stats: Literal[True],  # With statistics, the result also has the log-sum-exp of each query.
 ) -> AttentionOutput: ...
 
 
@@ -158,7 +158,7 @@ def attend(
     backend: str = ...,
     tolerance: float = ...,
     causal: bool = ...,
-    return_stats: bool,
+    return_stats: bool,  # If a type checker does not know the value, both results are possible.
 ) -> Tensor | AttentionOutput: ...
 
 
@@ -260,6 +260,7 @@ def run_attention(call: AttentionCall, backend: str = "auto") -> AttentionOutput
     Raises:
         InputError: If an argument is invalid or not supported.
     """
+    # float32 cannot represent such small softmax masses well. With tolerance 0, no key is skipped.
     if 0 < call.tolerance < MIN_TOLERANCE:
         call = replace(call, tolerance=0.0)
     validate(call)

@@ -80,7 +80,7 @@ class DecodeLinear(ctypes.Structure):
         self.referenced_memory = (weight, bias, norm, normalized)
 
     def __call__(self, x: Float[Tensor, "1 1 in_features"]) -> Float[Tensor, "1 1 out_features"]:
-        """Apply the layer to the hidden state of one token."""
+        """Apply the layer to the hidden state of one token. This object is the C struct that describes the layer."""
         out = x.new_empty(1, 1, self.out_features)
         self.x = x.data_ptr()
         self.out = out.data_ptr()
@@ -230,7 +230,10 @@ class FastDecoder:
 
     @classmethod
     def create(cls, model: TransformerLM) -> "FastDecoder | None":
-        """Return a decoder for a model, or None if the model must be run by PyTorch."""
+        """Return a compiled decoder for a model, or None if the compiled code does not support the model.
+
+        The compiled code reads the weights directly from memory, so they must be contiguous float32 tensors on the CPU.
+        """
         for parameter in model.parameters():
             is_cpu_float32 = parameter.device.type == "cpu" and parameter.dtype == torch.float32
             if not is_cpu_float32 or not parameter.is_contiguous():

@@ -43,7 +43,7 @@ class StatusLine:
 
     def __init__(self, terminal: TextIO | None) -> None:
         is_terminal = terminal is not None and terminal.isatty()
-        self.terminal = terminal if is_terminal else None
+        self.terminal = terminal if is_terminal else None  # None hides the status line.
         self.tokens = 0
         self.seconds = 0.0
         self._last_token_time = 0.0
@@ -56,6 +56,7 @@ class StatusLine:
         if self.terminal:
             self._rows = os.get_terminal_size(self.terminal.fileno()).lines
             # The newline makes room: if the cursor is in the last row, the text scrolls up by one row.
+            # The escape sequence limits scrolling to the rows above the last row.
             scroll_above_last_row = f"\x1b[1;{self._rows - 1}r"
             self._write("\n" + SAVE_CURSOR + scroll_above_last_row + RESTORE_CURSOR + CURSOR_UP)
         return self

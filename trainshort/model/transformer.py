@@ -396,7 +396,11 @@ class Attention(nn.Module):
             return context.bias
 
         def compute_bias(rows: slice, past_length: int, method_cache: dict[str, Tensor]) -> Bias | None:
-            """Compute the bias of some rows of the batch. The cache contains `past_length` tokens of these rows."""
+            """Compute the bias of some rows (sequences) of the batch, in one layer of the model.
+
+            The KV cache contains `past_length` tokens of these rows. The position method may keep tensors for the next
+            call in `method_cache`.
+            """
             layer_input = LayerInput(
                 layer=self.layer_index,
                 x=x[rows],

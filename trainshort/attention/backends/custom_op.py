@@ -343,7 +343,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _autograd_backward(ctx: Any, grad_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradient of each argument of the operator. PyTorch calls this function in the backward pass."""
+    """Return the gradient of each argument of the operator. PyTorch calls this function in the backward pass.
+
+    Only the attention output has a gradient (`grad_out`). The other results of the operator are not differentiable.
+    """
     q, k, v, bias, segment_ids, out, lse, first_keys, bias_right = ctx.saved_tensors
     grad_q, grad_k, grad_v, grad_bias, grad_bias_right = torch.ops.trainshort.attention_backward(
         grad_out,

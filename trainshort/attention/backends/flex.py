@@ -332,6 +332,7 @@ def _make_mask_mod(call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor, Ten
     causal = call.causal
 
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        # Return whether a query sees a key. The query has the position row + query_start.
         distance = row + query_start - key
         if causal:
             is_visible = distance >= 0

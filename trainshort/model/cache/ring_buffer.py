@@ -175,7 +175,8 @@ class DecodeArgs(ctypes.Structure):
             length: The number of tokens in `storage`.
         """
         ring_buffers = self.ring_buffer_array
-        # The compiled code updates `count` and `next` itself. After a compiled step, the fields are already correct.
+        # `count` is the number of keys, and `next` is the slot of the next key. The compiled code updates both fields
+        # itself. After a compiled step, they are already correct.
         is_same_storage = ring_buffers[0].keys == storage.data_ptr()
         if is_same_storage and ring_buffers[0].count == length:
             return

@@ -123,5 +123,6 @@ def log_bias_window(p: float, a: float, excess: float, tolerance: float) -> floa
     """
     if p <= 1:
         return math.inf
+    # Set exp(excess) times the right side of the inequality equal to the tolerance, and solve for 1 + a (W - 1).
     log_base = (excess - math.log(tolerance * a * (p - 1))) / (p - 1)
     return 1 + (math.exp(log_base) - 1) / a
