@@ -223,7 +223,7 @@ def max_excess(
 
     query_norm = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float64)
     key_norm = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float64)
-    # The largest norm among the keys that each query sees.
+    # |q·k| is at most |q|·|k|, so the largest norm among the keys that each query sees bounds all of its scores.
     max_key_norm = key_norm.cummax(dim=-1).values[..., query_start:]
     max_key_norm = max_key_norm.repeat_interleave(heads_per_kv_head, dim=1)
 

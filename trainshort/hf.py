@@ -206,7 +206,9 @@ class TrainshortForCausalLM(PreTrainedModel, GenerationMixin):
 def _make_segment_ids(
     attention_mask: Tensor | None, position_ids: Tensor | None, length: int
 ) -> Int[Tensor, "batch length"] | None:
-    """Return a segment id for each token, or None if every row is a single text without padding.
+    """Return a segment id for each token, or None if every row of the batch is a single text without padding.
+
+    Tokens attend only to tokens with the same segment id. A row can contain several texts (packing).
 
     A new segment starts at every token whose position does not continue the position of the token before. Text has
     segment ids from 1 on, and padding has segment id 0.
@@ -216,7 +218,7 @@ def _make_segment_ids(
         position_ids: The position of each token in its document, or None.
         length: The number of tokens in each row.
     """
-    text_mask = _make_text_mask(attention_mask, length)
+    text_mask = _make_text_mask(attention_mask, length)  # None if there is no padding
     if position_ids is None or position_ids.shape[1] < 2:
         return text_mask  # The mask serves as segment ids: 1 for the text and 0 for padding.
     starts_segment = position_ids[:, 1:] != position_ids[:, :-1] + 1
@@ -317,7 +319,9 @@ class _TransformersLayerCache:
     def content_bias(self, compute_bias: ComputeBias) -> Bias | None:
         """Return the attention bias of a position method whose bias depends on the text.
 
-        The new cumulative decays are kept in this object until `attend` stores them with the new keys.
+        The Forgetting Transformer (FoX) is such a method. Its bias is computed from the cumulative log decay of each
+        token: the sum of the log forget gates of all tokens so far. The new cumulative decays are kept in this object
+        until `attend` stores them with the new keys.
 
         Args:
             compute_bias: The function of the position method that computes the bias.
@@ -406,6 +410,7 @@ class _TransformersLayerCache:
         head_width = layer_cache.values.shape[3]
         if layer_cache.keys.shape[3] == head_width:
             return None
+        # The float64 numbers were stored as several numbers of the dtype of the keys. `view` restores them.
         decay_bits = layer_cache.keys[:, :, :past_length, head_width:]
         decay_per_key = _contiguous_copy(decay_bits).view(torch.float64)
         # (batch, kv_heads, past, heads per kv_head) becomes (batch, heads, past).

@@ -269,7 +269,7 @@ class AttentionCall:
 
     @property
     def has_split_segments(self) -> bool:
-        """Whether a segment is interrupted by another segment in a call without a causal mask.
+        """Whether a segment (document) is interrupted by another segment in a call without a causal mask.
 
         For example, `segment_ids` [7, 3, 3, 7] has a split segment, and [7, 7, 3, 3] has none.
 
@@ -289,7 +289,11 @@ class AttentionCall:
 
     @property
     def bias_tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of the bias: no tensor, one tensor, or one tensor for each side."""
+        """The tensors of the bias: no tensor, one tensor, or one tensor for each side.
+
+        The left side consists of the keys before a query, the right side of the keys after it. Without a tensor of its
+        own, the right side uses the tensor of the left side.
+        """
         if self.bias is None:
             return ()
         if self.bias.right is None:
@@ -310,7 +314,10 @@ class AttentionCall:
 
     @property
     def has_tangents(self) -> bool:
-        """Whether a tensor carries a tangent of PyTorch's forward-mode automatic differentiation."""
+        """Whether a tensor carries a tangent of PyTorch's forward-mode automatic differentiation.
+
+        The result is always False while torch.compile traces the call.
+        """
         if torch.compiler.is_compiling():
             return False
         tensors = (self.q, self.k, self.v, *self.bias_tensors)
@@ -513,6 +520,9 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 def reduce_bias_grad(call: AttentionCall, key_grad: Tensor, query_grad: Tensor) -> Tensor:
     """Combine the parts of the bias gradient that a kernel computed for one side of the text.
 
+    The bias of a `DecayBias` is c[i] - c[j] for query i and key j, where c is the cumulative log decay. A token is both
+    a query and a key, so the gradient of its c has two parts.
+
     Args:
         call: The arguments of the call.
         key_grad: For a `DecayBias`, the gradient of the cumulative log decay as a key, shape (batch, heads, k_len).
@@ -524,7 +534,8 @@ def reduce_bias_grad(call: AttentionCall, key_grad: Tensor, query_grad: Tensor) 
         The gradient of the bias tensor. For a `DecayBias`, the result is `key_grad`, which is changed in place.
     """
     if not isinstance(call.bias, DecayBias):
-        return key_grad.sum(0)
+        return key_grad.sum(0)  # All sequences of the batch share the bias tensor.
+    # The queries are the last tokens of the keys.
     key_grad[..., call.query_start :] += query_grad
     return key_grad
 

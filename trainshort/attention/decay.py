@@ -26,6 +26,8 @@ def decay_from_slopes(
 ) -> Float[Tensor, "batch heads length"]:
     """Return the cumulative log decay that gives the same bias as ALiBi slopes.
 
+    With a cumulative log decay c, the bias of query i and key j is c[i] - c[j]. For ALiBi, this is -slope * (i - j).
+
     The result is differentiable with respect to `slopes`.
 
     Args:
@@ -44,7 +46,8 @@ def decay_from_slopes(
 def log_mass_before(cumulative: Float[Tensor, "batch heads k_len"]) -> Float[Tensor, "batch heads boundaries"]:
     """Compute E_w = log Σ_{j<w} exp(−c_j) for every boundary w from 0 to k_len.
 
-    E_w bounds the softmax mass of all keys before position w. See the docstring of this module.
+    E_w bounds the softmax mass (sum of attention weights) of all keys before position w. With the decay bias c_i − c_j,
+    this mass is at most exp(excess_i + c_i + E_w), where excess_i bounds the scores of query i minus its log-sum-exp.
 
     Args:
         cumulative: The cumulative log decay c at each key position.

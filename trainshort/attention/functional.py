@@ -122,7 +122,7 @@ def attend(
     backend: str = ...,
     tolerance: float = ...,
     causal: bool = ...,
-    return_stats: Literal[False] = ...,
+    return_stats: Literal[False] = ...,  # Without statistics, the result is only the attention output.
 ) -> Tensor: ...
 
 
@@ -140,7 +140,7 @@ def attend(
     backend: str = ...,
     tolerance: float = ...,
     causal: bool = ...,
-    return_stats: Literal[True],
+    return_stats: Literal[True],  # With statistics, the result also has the log-sum-exp of each query.
 ) -> AttentionOutput: ...
 
 
@@ -158,7 +158,7 @@ def attend(
     backend: str = ...,
     tolerance: float = ...,
     causal: bool = ...,
-    return_stats: bool,
+    return_stats: bool,  # If a type checker does not know the value, both results are possible.
 ) -> Tensor | AttentionOutput: ...
 
 
@@ -260,6 +260,7 @@ def run_attention(call: AttentionCall, backend: str = "auto") -> AttentionOutput
     Raises:
         InputError: If an argument is invalid or not supported.
     """
+    # float32 cannot represent such small softmax masses well. With tolerance 0, no key is skipped.
     if 0 < call.tolerance < MIN_TOLERANCE:
         call = replace(call, tolerance=0.0)
     validate(call)
@@ -284,11 +285,12 @@ def choose_backend(call: AttentionCall) -> Backend:
     Raises:
         InputError: If no backend supports the call.
     """
-    is_forward_mode = forward_mode._current_level >= 0
+    is_forward_mode = forward_mode._current_level >= 0  # The level is -1 outside of forward-mode differentiation.
     if active_tracer() is not None or is_forward_mode:
         # The choice also depends on the transform that is active, which is not part of the signature.
         return _find_best_backend(call)
 
+    # `backends.changes` counts the changes of the list of backends, such as a backend of a plug-in.
     cache_key = (backends.changes, call.signature)
     # The cache is read only once, because another thread may clear the cache between two reads.
     backend = _backend_cache.get(cache_key)
@@ -350,7 +352,10 @@ def _find_best_backend(call: AttentionCall) -> Backend:
 
 
 def _reason_not_to_choose(backend: Backend, call: AttentionCall) -> str | None:
-    """Return why `backend="auto"` should not use a backend for a call, or None if the backend can be used."""
+    """Return why `backend="auto"` should not use a backend for a call, or None if the backend can be used.
+
+    Either the backend does not support the call, or its method `skip_reason` reports that another backend is preferred.
+    """
     reason = backend.unsupported_reason(call)
     skip_reason = getattr(backend, "skip_reason", None)  # This method is optional.
     if reason is None and skip_reason is not None:
@@ -359,7 +364,10 @@ def _reason_not_to_choose(backend: Backend, call: AttentionCall) -> str | None:
 
 
 def _backend_rank(name: str, backend: Backend) -> int | float:
-    """Return the rank of a backend, which is 0 if the backend has no attribute `rank`."""
+    """Return the rank of a backend. `backend="auto"` prefers backends with a high rank and never uses rank 0.
+
+    A backend without the attribute `rank` has rank 0.
+    """
     rank = getattr(backend, "rank", 0)
     if not isinstance(rank, int | float):
         raise InputError(f"The rank of attention backend '{name}' must be a number, got {type(rank).__name__}.")

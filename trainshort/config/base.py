@@ -101,7 +101,8 @@ def format_validation_error(config_class: type[BaseModel], error: ValidationErro
     if isinstance(original_error, InputError):
         return str(original_error)
 
-    location = first_error["loc"]
+    location = first_error["loc"]  # such as ("train", "steps")
+    # For a setting with several possible types, pydantic appends the name of a type to the location.
     if location and location[-1] in _UNION_MEMBER_NAMES:
         location = location[:-1]
     setting = prefix + ".".join(str(part) for part in location)

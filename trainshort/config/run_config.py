@@ -39,7 +39,10 @@ class AdaptiveConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _check_cutoffs(self) -> Self:
-        """Check that the cutoffs are positive and ascending, and that there is at least one cutoff."""
+        """Check that the cutoffs are positive and ascending, and that there is at least one cutoff.
+
+        The cutoffs split the vocabulary, sorted by frequency, into bands with embeddings of different widths.
+        """
         # The set removes duplicates, so this comparison fails for equal numbers too.
         is_ascending = list(self.cutoffs) == sorted(set(self.cutoffs))
         if not self.cutoffs or not is_ascending or self.cutoffs[0] < 1:
@@ -231,6 +234,7 @@ class ModelConfig(StrictConfig):
         The bound counts the query and output matrices of the attention, the feed-forward layers and the embeddings.
         """
         embedding_parameters = self.vocab_size * self.width
+        # Adaptive embeddings give rare words shorter vectors.
         if self.adaptive is not None:
             embedding_parameters = self.vocab_size  # The vectors of rare words may have one dimension only.
         attention_parameters = 2 * self.width * self.width

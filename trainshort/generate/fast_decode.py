@@ -64,8 +64,9 @@ class DecodeLinear(ctypes.Structure):
         has_same_size = load_library().trainshort_linear_args_size() == ctypes.sizeof(DecodeLinear)
         assert has_same_size, "DecodeLinear differs from LinearArgs in layers.c"
         out_features, in_features = weight.shape
+        # This object is the C struct that describes the layer. Keyword arguments set the fields of the struct.
         super().__init__(in_features=in_features, out_features=out_features, activation=ACTIVATION_CODES[activation])
-        normalized = weight.new_empty(in_features)
+        normalized = weight.new_empty(in_features)  # The C code writes the normalized input here.
         self.weight = weight.data_ptr()
         self.bias = _address(bias)
         self.normalized = normalized.data_ptr()
@@ -79,7 +80,7 @@ class DecodeLinear(ctypes.Structure):
         self.referenced_memory = (weight, bias, norm, normalized)
 
     def __call__(self, x: Float[Tensor, "1 1 in_features"]) -> Float[Tensor, "1 1 out_features"]:
-        """Apply the layer to the hidden state of one token."""
+        """Apply the layer to the hidden state of one token. This object is the C struct that describes the layer."""
         out = x.new_empty(1, 1, self.out_features)
         self.x = x.data_ptr()
         self.out = out.data_ptr()
@@ -144,13 +145,17 @@ class _LayerAttention:
         self.attention = attention
         self.slopes = _head_slopes(model, attention)
         self.gate = None if attention.is_nope_layer else model.position.gate(layer_index)
-        # Heads without positions have no gate. Their value stays infinite, so that log(sigmoid(sign * gate)) is 0.
+        # The forget gates of one token. Heads without positions have no gate. Their value stays infinite, so that
+        # log(sigmoid(sign * gate)) is 0, and these heads forget nothing.
         gate_sign = 1 if self.gate is None else self.gate.sign
         self.gates = torch.full((num_heads,), math.inf * gate_sign, dtype=torch.float32)
         self.query_scales = torch.empty(num_heads, dtype=torch.float32)
 
     def query_scales_at(self, position: int) -> int | None:
-        """Compute the factors of the queries of the token at `position`.
+        """Compute the factor of the query of each head, for the token at `position`.
+
+        A model may scale its attention scores by a constant, and also by a factor that grows with the length of the
+        text (`attention.growth`). Both factors are applied to the queries.
 
         Returns:
             The address of `query_scales`, or None if the queries are not multiplied by a factor.
@@ -160,13 +165,16 @@ class _LayerAttention:
             return None
         self.query_scales.fill_(attention.score_factor)
         if attention.growth is not None:
-            length_factor = attention.growth.factor(torch.tensor([[position]]))
+            length_factor = attention.growth.factor(torch.tensor([[position]]))  # (1, 1 or heads, 1)
             self.query_scales.mul_(length_factor.flatten())
         return self.query_scales.data_ptr()
 
 
 def _head_slopes(model: TransformerLM, attention: Attention) -> Float[Tensor, " heads"]:
-    """Return the ALiBi slopes of one layer, one per query head. The slope of a head without ALiBi is 0."""
+    """Return the ALiBi slopes of one layer, one per query head. The slope of a head without ALiBi is 0.
+
+    NoPE layers and NoPE heads are layers and heads without positions.
+    """
     no_slopes = torch.zeros(model.config.heads, dtype=torch.float32)
     slopes = model.position.linear_slopes()
     if slopes is None or attention.is_nope_layer:
@@ -222,7 +230,10 @@ class FastDecoder:
 
     @classmethod
     def create(cls, model: TransformerLM) -> "FastDecoder | None":
-        """Return a decoder for a model, or None if the model must be run by PyTorch."""
+        """Return a compiled decoder for a model, or None if the compiled code does not support the model.
+
+        The compiled code reads the weights directly from memory, so they must be contiguous float32 tensors on the CPU.
+        """
         for parameter in model.parameters():
             is_cpu_float32 = parameter.device.type == "cpu" and parameter.dtype == torch.float32
             if not is_cpu_float32 or not parameter.is_contiguous():
@@ -232,9 +243,10 @@ class FastDecoder:
         return cls(model)
 
     def _make_linear_layers(self, block: Block, layer_attention: _LayerAttention) -> dict[str, DecodeLinear]:
-        """Return the linear layers of a transformer block by their names in `LayerArgs`.
+        """Return the linear layers of a transformer block by their names in the C struct `LayerArgs`.
 
-        Every layer reads from and writes to the buffers of this decoder.
+        Every layer reads from and writes to the buffers of this decoder. A model with forget gates (FoX) also has the
+        layer "decay_gate", which computes the gates.
         """
         attention = block.attention
         ffn = block.ffn
@@ -298,6 +310,8 @@ class FastDecoder:
 
     def _prepare_layers(self, cache: Cache, position: int) -> bool:
         """Set the arguments of all layers for the token at `position`.
+
+        The arguments of a layer are C structs with addresses of the buffers of this decoder and of the KV cache.
 
         Returns:
             Whether the compiled code supports the cache.

@@ -155,9 +155,9 @@ class Sample:
         self.config = config
         self.tokenizer = tokenizer
         self.index = index
-        self.unread: list[int] = []
+        self.unread: list[int] = []  # the tokens that the model has not processed yet
         self.num_generated = 0
-        self.finished: str | None = None
+        self.finished: str | None = None  # why the sample has ended, such as "length"
         self.generator = torch.Generator().manual_seed(config.seed + index)
         self.stop_strings = StopStrings(config.stop)
         self.decoder = None if tokenizer is None else tokenizer.decoder()
@@ -217,7 +217,7 @@ class Sample:
         return self.config.tokens is not None and self.num_generated >= self.config.tokens
 
     def accept(self, logits: Logits) -> Token:
-        """Choose the next token and append it to the sample.
+        """Choose the next token and append it to the sample (a text that is being generated).
 
         Args:
             logits: The logits of the model for the next token.
@@ -228,6 +228,7 @@ class Sample:
         logits = logits.float().cpu()
         filtered_logits = filter_logits(logits, self.config, self.seen)
         token = sample_token(filtered_logits, self.config.temperature, self.generator)
+        # The log-probability of the model, before the sampling settings are applied.
         logprob = float(logits[token] - logits.logsumexp(-1))
         self.num_generated += 1
         self.unread.append(token)

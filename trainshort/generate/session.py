@@ -43,7 +43,7 @@ class StatusLine:
 
     def __init__(self, terminal: TextIO | None) -> None:
         is_terminal = terminal is not None and terminal.isatty()
-        self.terminal = terminal if is_terminal else None
+        self.terminal = terminal if is_terminal else None  # None hides the status line.
         self.tokens = 0
         self.seconds = 0.0
         self._last_token_time = 0.0
@@ -56,6 +56,7 @@ class StatusLine:
         if self.terminal:
             self._rows = os.get_terminal_size(self.terminal.fileno()).lines
             # The newline makes room: if the cursor is in the last row, the text scrolls up by one row.
+            # The escape sequence limits scrolling to the rows above the last row.
             scroll_above_last_row = f"\x1b[1;{self._rows - 1}r"
             self._write("\n" + SAVE_CURSOR + scroll_above_last_row + RESTORE_CURSOR + CURSOR_UP)
         return self
@@ -65,7 +66,7 @@ class StatusLine:
         self._write(SAVE_CURSOR + RESET_SCROLL_REGION + self._move_to_last_row() + CLEAR_LINE + RESTORE_CURSOR)
 
     def show_prompt_progress(self, stream: TokenStream) -> None:
-        """Show how many tokens of the prompts are not processed yet."""
+        """Show how many tokens of the prompts are not processed yet. Several samples are generated as one batch."""
         unread = sum(len(sample.unread) for sample in stream.samples)
         # A single unread token needs no progress: it is processed in the step that generates the first token.
         if unread > 1:
@@ -75,7 +76,7 @@ class StatusLine:
         """Count a generated token, and update the status line if enough time has passed.
 
         Args:
-            context: The length of the text in tokens.
+            context: The length of the text in tokens: the prompt and the generated tokens.
         """
         self.tokens += 1
         now = time.monotonic()
@@ -238,7 +239,7 @@ class Session:
 
     def _warn_about_length(self) -> None:
         """Print a warning once if the text is longer than the lengths at which the model was evaluated."""
-        evaluated_length = self.evaluated_length
+        evaluated_length = self.evaluated_length  # None if no evaluation is known, or after the warning
         if evaluated_length is None or self.stream.context <= evaluated_length.length:
             return
         if sys.stderr.isatty():

@@ -71,7 +71,7 @@ class TokenStream:
         self._fast_decoder = FastDecoder.create(model)
 
     def begin(self) -> Sample:
-        """Add an empty sample. Call `feed` before the sample is continued.
+        """Add an empty sample (a text that the model continues). Call `feed` before the sample is continued.
 
         Returns:
             The sample. Its seed is the seed of the settings plus the index of the sample.
@@ -158,7 +158,7 @@ class TokenStream:
         """
         while len(sample.unread) > 1:
             chunk_size = min(self.config.chunk, len(sample.unread) - 1)
-            with self._defer_interrupt():
+            with self._defer_interrupt():  # Ctrl-C takes effect after the chunk.
                 self._process_tokens([sample], chunk_size)
             if self.on_prompt_chunk is not None:
                 self.on_prompt_chunk()
@@ -296,7 +296,11 @@ class TokenStream:
 
 
 def _total_certificate(caches: Sequence[BoundedCache]) -> Certificate:
-    """Return the certificate of all bounded caches together."""
+    """Return the certificate of all bounded caches together.
+
+    A bounded cache evicts distant keys. Its certificate is an upper bound on the softmax mass (sum of attention
+    weights) of the evicted keys.
+    """
     total = caches[0].certificate
     for cache in caches[1:]:
         total += cache.certificate
@@ -353,6 +357,9 @@ def stream_batch(
 
 def new_cache(model: TransformerLM, config: GenerateConfig) -> Cache:
     """Create the empty KV cache of one sequence.
+
+    The mode "full" keeps the keys of all tokens. "bounded" evicts distant keys, and bounds the error of the attention.
+    "window" keeps the last `window` tokens, and the first `sinks` tokens of the text.
 
     Raises:
         InputError: If the model does not support the mode of the settings.

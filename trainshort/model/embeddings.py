@@ -89,6 +89,8 @@ class AdaptiveVocabulary(nn.Module):
 
     def __init__(self, config: ModelConfig, adaptive: AdaptiveConfig) -> None:
         super().__init__()
+        # The vocabulary is sorted by frequency and split into bands. Bands of rare words have narrower embeddings. For
+        # example, the cutoffs 20000 and 60000 give the bands (0, 20000), (20000, 60000) and (60000, vocab_size).
         cutoffs = [cutoff for cutoff in adaptive.cutoffs if cutoff < config.vocab_size]
         self.bands = list(pairwise([0, *cutoffs, config.vocab_size]))
         band_widths = [max(1, config.width // adaptive.factor**band) for band in range(len(self.bands))]
@@ -97,6 +99,7 @@ class AdaptiveVocabulary(nn.Module):
         for (band_start, band_stop), band_width in zip(self.bands, band_widths, strict=True):
             self.embeddings.append(nn.Embedding(band_stop - band_start, band_width))
         self.projections = nn.ModuleList(nn.Linear(band_width, config.width, bias=False) for band_width in band_widths)
+        # The output scores of all bands except for the first band.
         self.clusters = nn.Linear(config.width, len(self.bands) - 1, bias=False)
         self.dropout = nn.Dropout(config.head_dropout)
         self.width = config.width
@@ -117,7 +120,7 @@ class AdaptiveVocabulary(nn.Module):
         """
         out = self._projection_weight(0).new_zeros((*tokens.shape, self.width))
         for band, (band_start, _) in enumerate(self.bands):
-            in_band = self._is_in_band(tokens, band)
+            in_band = self._is_in_band(tokens, band)  # (batch, length), boolean
             ids_in_band = tokens[in_band] - band_start
             vectors = self.projections[band](self.embeddings[band](ids_in_band))
             # Under autocast, the vectors have another dtype than the weights.
@@ -254,7 +257,9 @@ def _row_slices(num_rows: int, vocab_size: int) -> list[slice]:
 def _sliced_nll(
     hidden: Float[Tensor, "rows width"], weight: Float[Tensor, "vocabulary width"], targets: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Compute the cross entropy of each row of a linear output layer, with the logits of one slice at a time in memory.
+    """Compute the cross entropy of each row of a linear output layer.
+
+    The logits are computed for one slice of rows at a time, to save memory.
 
     Args:
         hidden: The hidden states.
@@ -308,6 +313,6 @@ class _LinearNll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Multiply the stored gradients by the gradient of the loss."""
+        """Multiply the gradients that `forward` stored by the gradient of the loss. The targets have no gradient."""
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None

@@ -78,7 +78,7 @@ def is_onednn_faster() -> bool:
 
 
 def _can_use_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the product of `x` and `weight` can and should be computed with oneDNN."""
+    """Return whether `x @ weight.T` can and should be computed with oneDNN, Intel's library for fast CPU kernels."""
     # Subclasses of Tensor, such as quantized or distributed tensors, have their own implementation.
     plain_types = (Tensor, nn.Parameter)
     if type(x) not in plain_types or type(weight) not in plain_types:
@@ -120,12 +120,13 @@ class _OneDnnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        # The forward pass computes x @ weight.T + bias.
         x, weight = ctx.saved_tensors
         x_needs_grad, weight_needs_grad, bias_needs_grad = ctx.needs_input_grad
         # Gradients are enabled here only if the caller wants second derivatives. F.linear has second derivatives.
         multiply = F.linear if torch.is_grad_enabled() else linear
-        grad_rows = grad.flatten(0, -2)
-        x_rows = x.flatten(0, -2)
+        grad_rows = grad.flatten(0, -2)  # (rows, outer)
+        x_rows = x.flatten(0, -2)  # (rows, inner)
 
         grad_x = multiply(grad_rows, weight.T).view_as(x) if x_needs_grad else None
         grad_weight = multiply(grad_rows.T, x_rows.T) if weight_needs_grad else None

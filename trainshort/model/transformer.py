@@ -102,7 +102,7 @@ class TransformerLM(nn.Module):
                 "Set length_scaling to 'none' for an encoder."
             )
         self.config = config
-        self.checkpoint_activations = False
+        self.checkpoint_activations = False  # True recomputes activations in the backward pass, to save memory.
         self.vocabulary = build_vocabulary(config)
         self.embedding_norm = _make_norm(config) if config.embedding_norm else nn.Identity()
         self.position = build_position(config)
@@ -272,12 +272,13 @@ class Block(nn.Module):
 
         Args:
             x: The input of the block, of shape (batch, length, width).
-            position: The position method of the model.
+            position: The position method of the model, such as ALiBi.
             context: The position ids, bias and segment ids that all layers share.
             cache: The KV cache of this layer, or None.
         """
         attention_out = self.attention(self.attention_norm(x), position, context, cache)
         after_attention = x + self.dropout(attention_out)
+        # In a parallel block, the feed-forward network reads the same input as the attention.
         ffn_input = x if self.parallel else after_attention
         return after_attention + self.dropout(self.ffn(self.ffn_norm(ffn_input)))
 
@@ -304,12 +305,13 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_index = layer_index
+        # NoPE layers are layers without positions: every `nope_every`-th layer.
         self.is_nope_layer = config.nope_every is not None and (layer_index + 1) % config.nope_every == 0
         self.window = None if self.is_nope_layer else config.window
 
         # If a model has NoPE layers, only the NoPE layers multiply their queries by a factor of the length.
         may_scale = self.is_nope_layer or config.nope_every is None
-        self.growth = None
+        self.growth = None  # the factor that grows with the number of tokens that a query sees
         if config.length_scaling != "none" and may_scale and self.window is None:
             self.growth = LengthScaling(config)
 
@@ -394,7 +396,11 @@ class Attention(nn.Module):
             return context.bias
 
         def compute_bias(rows: slice, past_length: int, method_cache: dict[str, Tensor]) -> Bias | None:
-            """Compute the bias of some rows of the batch. The cache contains `past_length` tokens of these rows."""
+            """Compute the bias of some rows (sequences) of the batch, in one layer of the model.
+
+            The KV cache contains `past_length` tokens of these rows. The position method may keep tensors for the next
+            call in `method_cache`.
+            """
             layer_input = LayerInput(
                 layer=self.layer_index,
                 x=x[rows],
@@ -488,7 +494,7 @@ def _make_norm(config: ModelConfig) -> nn.Module:
 def _make_position_ids(
     tokens: Tensor, start_position: int | Tensor, segment_ids: Tensor | None
 ) -> Int[Tensor, "batch length"]:
-    """Return the position of each token in its own segment.
+    """Return the position of each token in its own segment (one document of a row with several documents).
 
     Args:
         tokens: The token ids, of shape (batch, length).

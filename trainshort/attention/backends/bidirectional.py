@@ -84,9 +84,13 @@ class RightCall:
 
 
 def left_call(call: AttentionCall) -> AttentionCall:
-    """Return the causal call for the own key of each query and the keys before it."""
+    """Return the causal half of a call without a causal mask: each query sees its own key and the keys before it.
+
+    `right_call` returns the other half. Only the bias of the left side (the keys before a query) is kept.
+    """
     match call.bias:
         case LinearBias(slopes):
+            # An infinite slope hides the keys before the query. The large finite slope avoids infinity * 0 = NaN.
             left_bias = LinearBias(slopes.clamp(max=MASKING_SLOPE))
         case DistanceBias(values) | DecayBias(values):
             left_bias = type(call.bias)(values)
@@ -149,9 +153,14 @@ def right_call(call: AttentionCall) -> RightCall | None:
 
 
 def _ends_segment(call: AttentionCall) -> Bool[Tensor, "one_or_batch 1 rows"]:
-    """Return whether each query, except for the last query, is the last token of its segment.
+    """Return whether each query, except for the last query, is the last token of its segment (document).
 
-    Such a query sees no key on the right. In the right call, it is aligned with the first key of the next segment.
+    Such a query sees no key on the right. In the right call (the call for the keys after each query), the query is
+    aligned with the first key of the next segment. The result is a single False if the call has no segments.
+
+    Example:
+        segment_ids     7 7 3 3 3
+        result          0 1 0 0
     """
     if call.segment_ids is None:
         return torch.zeros(1, 1, 1, dtype=torch.bool)
@@ -200,7 +209,16 @@ def forward(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor
 
 
 def _run_causal(call: AttentionCall, compiled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the operator for a causal call. The results are output, log-sum-exp, first keys and dropped mass."""
+    """Run the custom PyTorch operator for a causal call.
+
+    Args:
+        call: The arguments of the call. A causal call has only one bias tensor.
+        compiled: Whether to use the compiled C kernel instead of plain PyTorch operations.
+
+    Returns:
+        The attention output, the log-sum-exp of each query, the first key that each query tile (group of query rows)
+        reads, and the softmax mass that each query tile dropped.
+    """
     return torch.ops.trainshort.attention(
         call.q,
         call.k,
@@ -272,7 +290,14 @@ def backward(
 
 
 def _add_right_bias_grad(call: AttentionCall, right_grads: CausalGradients, grad_right_bias: Tensor) -> None:
-    """Add the bias gradient of the right call to the gradient of the bias tensor of the right side."""
+    """Add the bias gradient of the right call to `grad_right_bias`, in place.
+
+    Args:
+        call: The call without a causal mask. The right call computes its attention to the keys after each query. The
+            right call processes the reversed text, so the gradients are flipped.
+        right_grads: The gradients of the right call.
+        grad_right_bias: The gradient of the bias tensor of the right side, in the order of the original text.
+    """
     q_len = call.q.shape[2]
     if isinstance(call.bias, DistanceBias):
         # The table of the right call starts at column 1. See `right_call`.

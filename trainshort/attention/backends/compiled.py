@@ -104,12 +104,13 @@ def table_by_distance(call: AttentionCall, values: Tensor) -> Float[Tensor, "hea
 
     Args:
         call: The arguments of the call. `call.bias` must be a `LinearBias` or a `DistanceBias`.
-        values: The slopes, or the distance table, of one side of the text. A longer table is cut, and a shorter table
-            is extended with its last column.
+        values: The slopes, or the distance table, of one side of the text (the keys before or after a query). A longer
+            table is cut, and a shorter table is extended with its last column.
     """
     k_len = call.k.shape[2]
     match call.bias:
         case LinearBias():
+            # MASKING_SLOPE is large and finite. An infinite slope would give infinity * 0 = NaN at distance 0.
             slopes = values.to(accumulation_dtype(call.q)).clamp(max=MASKING_SLOPE)
             return -slopes[:, None] * torch.arange(k_len)
         case DistanceBias():

@@ -193,7 +193,15 @@ def run_kernel(
 
 
 def _prepare_bias(q: Tensor, k: Tensor, bias: Tensor, bias_kind: BiasKind, tolerance: float) -> dict[str, Tensor]:
-    """Return the tensors of the bias by their field names in `CallStruct`."""
+    """Return the tensors of the bias by their field names in `CallStruct`, the argument of the C kernel.
+
+    Args:
+        q: The queries.
+        k: The keys.
+        bias: The slopes, the bias at every distance, or the cumulative log decay (sums of log forget gates).
+        bias_kind: Which of the three tensors `bias` is.
+        tolerance: The softmax mass that may be skipped for each query.
+    """
     batch, heads = q.shape[:2]
     k_len = k.shape[2]
     if bias_kind == BiasKind.SLOPES:
@@ -208,6 +216,7 @@ def _prepare_bias(q: Tensor, k: Tensor, bias: Tensor, bias_kind: BiasKind, toler
         # The kernel reads the table in blocks, so it may read values before the first and after the last distance.
         tensors["table"] = F.pad(table, (TABLE_PADDING, QUERY_TILE)).contiguous()
         if tolerance > 0:
+            # The largest bias at each distance and all larger distances.
             tensors["table_suffix_max"] = table.flip(-1).cummax(-1).values.flip(-1).contiguous()
     if bias_kind == BiasKind.DECAY:
         assert bias.shape == (batch, heads, k_len)

@@ -28,7 +28,10 @@ from trainshort.attention.call import (
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """Return why the operator does not support a call, or None. The type of the bias is not checked."""
+    """Return why the custom operator does not support an attention call, or None if the operator supports the call.
+
+    The type of the bias is not checked here. The backends that use the operator check the type.
+    """
     if call.q.device.type != "cpu":
         return "it runs on the CPU; use 'flex' or 'sdpa'"
     if call.dropout_p:
@@ -246,7 +249,11 @@ def _rebuild_call(
     tolerance: float,
     bias_right: Tensor | None,
 ) -> AttentionCall:
-    """Build an `AttentionCall` from the arguments of the operator."""
+    """Build an `AttentionCall` from the arguments of the operator.
+
+    A PyTorch operator accepts only tensors and numbers, so the bias arrives as a tensor and the number of its type.
+    `bias_right` is the bias for the keys after each query. The call is causal if `bias_right` is None.
+    """
     bias_type = BIAS_TYPES[BiasKind(bias_kind)]
     return AttentionCall(
         q,
@@ -277,6 +284,8 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return empty tensors with the shapes and dtypes that `_forward` returns. torch.compile calls this function."""
     out, lse, first_keys, dropped_mass = _allocate_outputs(q)
+    # `bias_right` is given in calls without a causal mask. They also return the statistics of the right side (the keys
+    # after each query). With a window of 1, a query sees only its own key.
     if bias_right is not None and window != 1:
         # The right side has one query less, because the last query sees no key on the right.
         right_tiles = count_query_tiles(q.shape[2] - 1)
@@ -307,14 +316,22 @@ def _fake_backward(
     grad_q, grad_k, grad_v = (_empty_like_contiguous(x) for x in (q, k, v))
     grad_bias = _allocate_bias_grad(q, k, bias_kind)
     if bias_kind != BiasKind.DECAY:
-        grad_bias = grad_bias.sum(0)
+        grad_bias = grad_bias.sum(0)  # (heads, k_len). A decay bias keeps its batch dimension.
+    # `bias_right` is the bias of the keys after each query. The operator computes no gradient of slopes.
     has_right_grad = bias_right is not None and bias_kind != BiasKind.SLOPES
     grad_bias_right = torch.empty_like(grad_bias) if has_right_grad else grad_bias.new_empty(0)
     return grad_q, grad_k, grad_v, grad_bias, grad_bias_right
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save what the backward pass needs. PyTorch calls this function after the forward pass."""
+    """Save what the backward pass needs. PyTorch calls this function after the forward pass.
+
+    Args:
+        ctx: The context object of autograd, which keeps the saved values.
+        inputs: The arguments of the operator.
+        output: The results of the operator: the attention output, the log-sum-exp of each query, the first key that
+            each query tile (group of query rows) reads, and the softmax mass that each query tile dropped.
+    """
     q, k, v, bias, bias_kind, segment_ids, window, scale, _tolerance, compiled, bias_right = inputs
     out, lse, first_keys, dropped_mass = output
     ctx.bias_kind = bias_kind
@@ -326,7 +343,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _autograd_backward(ctx: Any, grad_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradient of each argument of the operator. PyTorch calls this function in the backward pass."""
+    """Return the gradient of each argument of the operator. PyTorch calls this function in the backward pass.
+
+    Only the attention output has a gradient (`grad_out`). The other results of the operator are not differentiable.
+    """
     q, k, v, bias, segment_ids, out, lse, first_keys, bias_right = ctx.saved_tensors
     grad_q, grad_k, grad_v, grad_bias, grad_bias_right = torch.ops.trainshort.attention_backward(
         grad_out,
@@ -389,9 +409,12 @@ def _allocate_bias_grad(q: Tensor, k: Tensor, bias_kind: int) -> Float[Tensor, "
 
 
 def _empty_like_contiguous(x: Tensor) -> Tensor:
-    """Return an empty tensor with the memory layout of `x` if its rows are contiguous, else a contiguous tensor."""
+    """Return an empty tensor with the memory layout of `x` if its rows are contiguous, else a contiguous tensor.
+
+    A row is the last dimension of the tensor.
+    """
     empty = torch.empty_like(x)
-    has_contiguous_rows = contiguous_rows(empty) is empty
+    has_contiguous_rows = contiguous_rows(empty) is empty  # `contiguous_rows` returns its argument if it need not copy.
     if has_contiguous_rows:
         return empty
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -149,17 +149,18 @@ def _make_score_mod(call: AttentionCall) -> Callable[..., Tensor] | None:
 
 
 def _make_bias_function(bias: Bias, values: Tensor) -> Callable[..., Tensor]:
-    """Return a function that computes the bias of one side of the text.
+    """Return a function that computes the bias of one side of the text: of the keys before or after each query.
 
     Args:
         bias: The bias of the call. Its type defines how `values` are used.
-        values: The slopes, the distance table or the cumulative log decay of this side.
+        values: The slopes, the distance table or the cumulative log decay (sums of log forget gates) of this side.
 
     Returns:
         A function with the arguments (batch, head, query position, key position, distance).
     """
     match bias:
         case LinearBias():
+            # MASKING_SLOPE is large and finite. An infinite slope would give infinity * 0 = NaN at distance 0.
             slopes = values.float().clamp(max=MASKING_SLOPE)
             return lambda b, h, position, key, distance: -slopes[h] * distance
         case DistanceBias():
@@ -241,7 +242,11 @@ def proven_block_mask(call: AttentionCall) -> BlockMask:
 
 
 def _group_rows_by_block(rows: Int[Tensor, "batch heads q_len"]) -> Int[Tensor, "batch heads q_blocks block"]:
-    """Reshape one value per query to one row of values per query block. The last value fills the last block."""
+    """Reshape one value per query to one row of values per query block.
+
+    A query block is a group of `FLEX_BLOCK_SIZE` neighboring queries. An incomplete last block is filled with
+    copies of the last value.
+    """
     batch, heads, q_len = rows.shape
     missing_rows = -q_len % FLEX_BLOCK_SIZE
     filling = rows[..., -1:].expand(batch, heads, missing_rows)
@@ -249,14 +254,19 @@ def _group_rows_by_block(rows: Int[Tensor, "batch heads q_len"]) -> Int[Tensor, 
 
 
 def _proven_first_keys(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
-    """Return the first key that each query must read. The keys before it have at most the tolerated softmax mass."""
+    """Return the position of the first key that each query must read.
+
+    An upper bound proves that all keys before this key together have at most the tolerated softmax mass (sum of
+    attention weights).
+    """
     # Without a causal mask, keys may also be skipped on the right. Each side may skip half of the tolerance.
     tolerance = call.tolerance if call.causal else call.tolerance / 2
     k_len = call.k.shape[2]
     values = call.bias_tensors[0].detach()
     match call.bias:
         case LinearBias():
-            slopes = values.clamp(max=MASKING_SLOPE)
+            slopes = values.clamp(max=MASKING_SLOPE)  # Infinite slopes become large and finite.
+            # The number of nearest keys that each query must read: its own key and the keys before.
             windows = alibi.proven_windows(call.q, call.k, slopes, tolerance, block=1, scale=call.softmax_scale)
             positions = torch.arange(call.query_start, k_len, device=call.q.device)
             # A window of k_len means that no key can be skipped.
@@ -271,7 +281,8 @@ def _proven_first_keys(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
 def _proven_end_keys(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
     """Return the position after the last key that each query must read, in a call without a causal mask.
 
-    The position is found with `_proven_first_keys` on the reversed text.
+    An upper bound proves that all later keys together have at most the tolerated softmax mass (sum of attention
+    weights). The position is found with `_proven_first_keys` on the reversed text.
     """
     query_start = call.query_start
     values = reverse_bias(call)
@@ -286,11 +297,16 @@ def _proven_end_keys(call: AttentionCall) -> Int[Tensor, "batch heads q_len"]:
         v=call.v[:, :, query_start:],
         bias=reversed_bias,
     )
+    # The first key in the reversed text is the last key in the original text.
     return call.k.shape[2] - _proven_first_keys(reversed_call).flip(2)
 
 
 def full_block_mask(call: AttentionCall) -> BlockMask:
-    """Return a block mask with every block in which some query sees some key."""
+    """Return the block mask of a call that skips no visible keys.
+
+    FlexAttention divides queries and keys into blocks, and computes only the pairs of blocks that the mask contains.
+    This mask contains every pair in which some query sees some key.
+    """
     # Without segments, all sequences have the same mask.
     batch = None if call.segment_ids is None else call.q.shape[0]
     return create_block_mask(
@@ -316,6 +332,7 @@ def _make_mask_mod(call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor, Ten
     causal = call.causal
 
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        # Return whether a query sees a key. The query has the position row + query_start.
         distance = row + query_start - key
         if causal:
             is_visible = distance >= 0
@@ -341,9 +358,13 @@ def _block_indices(
         k_len: The number of keys.
 
     Returns:
-        The number of blocks and the list of block indices. FlexAttention reads only the first entries of each list.
+        The number of blocks and the list of block indices, for each query block. FlexAttention reads only the first
+        entries of each list.
+
+    Example:
+        With 5 key blocks, `first_block=3` and `end_block=5` give the count 2 and the indices 3, 4, 0, 1, 2.
     """
-    total_blocks = -(-k_len // FLEX_BLOCK_SIZE)
+    total_blocks = -(-k_len // FLEX_BLOCK_SIZE)  # rounded up
     all_blocks = torch.arange(total_blocks, device=first_block.device)
     # The list starts at `first_block` and wraps around, because each list must contain every block once.
     indices = (first_block[..., None] + all_blocks) % total_blocks

@@ -144,6 +144,8 @@ def materialize_bias(call: AttentionCall, rows: slice, keys: slice) -> Float[Ten
 def reverse_bias(call: AttentionCall) -> Tensor:
     """Return the bias tensor of the right side in the form that the left side of the reversed text needs.
 
+    The right side of a query consists of the keys after it. In the reversed text, these keys come before the query.
+
     The bias of a cumulative log decay is c_i − c_j on the left side and c_j − c_i on the right side. The sign of the
     cumulative log decay therefore changes. Slopes and distance tables do not change.
     """
@@ -160,7 +162,8 @@ def _materialize_one_side(
 
     Args:
         call: The arguments of the call. `call.bias` defines how `values` are used.
-        values: The slopes, the distance table or the cumulative log decay of this side.
+        values: The slopes, the distance table or the cumulative log decay (sums of log forget gates) of this side: the
+            keys before or after each query.
         distance: The distance between query and key. The result has no meaning for negative distances.
         rows: The queries, where 0 is the first query of the call.
         keys: The keys.
@@ -173,10 +176,11 @@ def _materialize_one_side(
             # The bias of the own key is 0, even if the slope is infinite. Infinity times 0 would be NaN.
             return torch.where(distance == 0, 0.0, -slopes * distance)
         case DistanceBias():
+            # Distances beyond the end of the table use its last column.
             last_column = values.shape[1] - 1
             return values[:, distance.clamp(0, last_column)]
         case DecayBias():
-            query_values = values[..., call.query_start :]
+            query_values = values[..., call.query_start :]  # The queries are the last tokens of the keys.
             return query_values[..., rows, None] - values[..., None, keys]
         case unknown:
             raise unknown_bias_error(unknown)
@@ -212,7 +216,7 @@ def visibility_mask(call: AttentionCall, rows: slice, keys: slice) -> Bool[Tenso
 def segment_starts(
     segment_ids: Int[Tensor, "batch k_len"],
 ) -> tuple[Int[Tensor, "batch k_len"], Int[Tensor, "batch k_len"]]:
-    """Renumber segments from 0, and return the first position of the segment of each key.
+    """Renumber segments (documents in one sequence) from 0, and return the first position of the segment of each key.
 
     Args:
         segment_ids: The segment that each key belongs to.

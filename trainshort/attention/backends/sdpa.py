@@ -82,6 +82,7 @@ def _query_chunks(call: AttentionCall) -> list[slice]:
     batch, heads, q_len, _ = call.q.shape
     k_len = call.k.shape[2]
 
+    # Count the elements of the mask tensor for one query: mask_batch * mask_heads * keys_per_chunk.
     # The mask tensor has a head dimension if there is a bias, and a batch dimension if sequences have different masks.
     mask_heads = heads if call.bias is not None else 1
     differs_by_sequence = call.segment_ids is not None or isinstance(call.bias, DecayBias)

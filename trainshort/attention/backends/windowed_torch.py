@@ -259,6 +259,7 @@ def compute_first_keys(call: AttentionCall, tolerance: float) -> Int[Tensor, "ba
     if not call.v.isfinite().all():
         tolerance = 0.0
 
+    # Queries are processed in chunks of QUERY_CHUNK queries. A chunk consists of several tiles.
     chunk_starts = torch.arange(call.query_start, k_len, QUERY_CHUNK)
     window = k_len if call.window is None else call.window
     first_visible = chunk_starts - window + 1
@@ -269,7 +270,7 @@ def compute_first_keys(call: AttentionCall, tolerance: float) -> Int[Tensor, "ba
 
     proven_first = _proven_first_keys(call, tolerance, chunk_starts)
     first_keys = torch.maximum(proven_first, first_visible).clamp(min=0)
-    # The diagonal block of a chunk is always read completely.
+    # The diagonal block (the keys at the positions of the queries of a chunk) is always read completely.
     first_keys = torch.minimum(first_keys, chunk_starts).expand(batch, heads, -1)
     tiles_per_chunk = QUERY_CHUNK // QUERY_TILE
     return first_keys.repeat_interleave(tiles_per_chunk, dim=2)[..., : count_query_tiles(q_len)]
@@ -286,6 +287,9 @@ def _proven_first_keys(
     call: AttentionCall, tolerance: float, chunk_starts: Int[Tensor, " chunks"]
 ) -> Int[Tensor, "batch heads chunks"]:
     """Return the first key that each chunk of queries must read according to the proof.
+
+    The proof is an upper bound on the softmax mass (sum of attention weights) of all earlier keys: the bound is at most
+    `tolerance`.
 
     Args:
         call: The arguments of the call, with a `LinearBias` or a `DecayBias`.
@@ -305,8 +309,8 @@ def _proven_first_keys(
 def _key_ranges(call: AttentionCall, first_keys: Int[Tensor, "batch heads tiles"]) -> Iterator[KeyRange]:
     """Yield the calls of the flash attention kernel that together compute the attention.
 
-    Each chunk of queries starts with its diagonal block. The keys before the diagonal block follow, for groups of
-    neighboring heads with similar windows.
+    Each chunk of queries starts with its diagonal block (the keys at the positions of the queries). The keys before the
+    diagonal block follow, in one call for each group of neighboring heads that read similar numbers of keys.
 
     Args:
         call: The arguments of the call.
@@ -333,7 +337,19 @@ def _key_ranges(call: AttentionCall, first_keys: Int[Tensor, "batch heads tiles"
 
 
 def _group_similar(key_counts: list[int]) -> list[slice]:
-    """Divide heads into groups of neighboring heads whose key counts differ by at most `MAX_WINDOW_RATIO`."""
+    """Divide heads into groups of neighboring heads that read similar numbers of keys.
+
+    In a group, the largest number of keys is at most `MAX_WINDOW_RATIO` times the smallest number.
+
+    Args:
+        key_counts: The number of keys that each head reads.
+
+    Returns:
+        A range of heads for each group.
+
+    Example:
+        With a ratio of 1.5, [10, 12, 40, 50] gives [slice(0, 2), slice(2, 4)].
+    """
     groups = []
     group_start = 0
     for head in range(1, len(key_counts)):
@@ -352,7 +368,10 @@ def _get_slopes(call: AttentionCall) -> Float[Tensor, " heads"]:
 
 
 def _slice_inputs(call: AttentionCall, key_range: KeyRange) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries, keys and values of a key range, with one key head for each query head."""
+    """Return the queries, keys and values of a key range, with one key head for each query head.
+
+    A key range consists of some queries (`rows`), some query heads and some keys, which are computed together.
+    """
     q = call.q[:, key_range.heads, key_range.rows]
     k = call.k[:, :, key_range.keys]
     v = call.v[:, :, key_range.keys]
@@ -360,6 +379,7 @@ def _slice_inputs(call: AttentionCall, key_range: KeyRange) -> tuple[Tensor, Ten
         k = k[:, key_range.heads]
         v = v[:, key_range.heads]
     else:
+        # Several query heads share a key-value head. With 2 query heads per key-value head: 0, 0, 1, 1, ...
         kv_heads = torch.arange(key_range.heads.start, key_range.heads.stop) // call.heads_per_kv_head
         k = k[:, kv_heads]
         v = v[:, kv_heads]
@@ -399,7 +419,10 @@ class _Masks:
         return self._slope_row_mask(key_range)
 
     def _full_mask(self, key_range: KeyRange) -> Tensor:
-        """Return a mask with one value per query and key: the bias, or minus infinity for keys that are not visible."""
+        """Return a mask with one value per query and key: the bias, or minus infinity for keys that are not visible.
+
+        The shape is (1 or batch, heads, rows, keys), for the heads, rows (queries) and keys of the key range.
+        """
         bias = materialize_bias(self.call, key_range.rows, key_range.keys)
         assert bias is not None, "The backend supports only calls with a bias."
         if bias.dim() == 3:
@@ -410,7 +433,8 @@ class _Masks:
     def _decay_row_mask(self, key_range: KeyRange) -> tuple[Tensor, Tensor]:
         """Return the mask c_edge − c_j with one row, and the shift c_i − c_edge of each query.
 
-        c is the cumulative log decay, j is a key, i is a query, and the edge is the position after the last key.
+        c is the cumulative log decay, j is a key, i is a query, and the edge is the position after the last key. The
+        bias c_i − c_j is the sum of both parts. A mask with one row for all queries needs less memory.
         """
         assert isinstance(self.call.bias, DecayBias)
         query_start = self.call.query_start
@@ -424,7 +448,9 @@ class _Masks:
     def _slope_row_mask(self, key_range: KeyRange) -> tuple[Tensor, Tensor]:
         """Return the mask −m·(edge − j) with one row, and the shift −m·(i − edge) of each query.
 
-        m is the slope of a head, j is a key, i is a query, and the edge is the position after the last key.
+        m is the slope of a head, j is a key, i is a query, and the edge is the position after the last key. The edge is
+        also the position of the first query. ALiBi's bias −m·(i − j) is the sum of both parts. A mask with one row for
+        all queries needs less memory.
         """
         slopes = _get_slopes(self.call)[key_range.heads, None].float().to(self.dtype)
         key_count = key_range.keys.stop - key_range.keys.start
@@ -478,7 +504,7 @@ def _bound_dropped_mass(
 
 
 def _first_visible_key(call: AttentionCall) -> Int[Tensor, "one_or_batch q_len"]:
-    """Return the first key that each query sees, according to the sliding window and the segments."""
+    """Return the first key that each query sees, according to the sliding window and the segments (documents)."""
     batch = call.q.shape[0]
     k_len = call.k.shape[2]
     window = k_len if call.window is None else call.window

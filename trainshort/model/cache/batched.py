@@ -77,7 +77,7 @@ class _BatchedLayer(LayerCache):
         """Return one bias per sequence, because the sequences contain different texts.
 
         Args:
-            compute_bias: The function that computes the bias for some rows of the input batch.
+            compute_bias: The function that computes the bias for some rows (sequences) of the input batch.
             rows: Not used. Each sequence uses its own row of the input batch.
         """
         biases = []

@@ -69,7 +69,11 @@ class Certificate:
     grow_count: int
 
     def __add__(self, other: "Certificate") -> "Certificate":
-        """Return the certificate of two caches together."""
+        """Return the certificate of two caches together.
+
+        A certificate is an upper bound on the softmax mass (`mass`) that was evicted from any row. A row is one query
+        of one head in one layer. The upper bounds of some rows may exceed the tolerance.
+        """
         return Certificate(
             mass=_nan_propagating_max(self.mass, other.mass),
             tolerance=max(self.tolerance, other.tolerance),
@@ -79,7 +83,11 @@ class Certificate:
         )
 
     def __str__(self) -> str:
-        """Return one line such as "error certificate: 5.0e-07 (tolerance 1e-06, no row above it)"."""
+        """Return one line such as "error certificate: 5.0e-07 (tolerance 1e-06, no row above it)".
+
+        The first number is the upper bound on the softmax mass that was evicted from any row. A row is one query of one
+        head in one layer.
+        """
         if self.rows_above_tolerance:
             rows_text = f"{self.rows_above_tolerance:,} of {self.rows:,} rows above it"
         else:
@@ -112,7 +120,7 @@ class BoundedCache(Cache):
             raise InputError(f"tolerance must be at least 0 and less than 1, got {self.tolerance}.")
 
     def new_layer(self) -> "BoundedLayer":
-        """Create the empty cache of one layer."""
+        """Create the empty cache of one layer. Models with a decay bias (FoX) need another class than ALiBi models."""
         if self.has_decay_bias:
             from trainshort.model.cache.bounded_decay import BoundedDecayLayer
 
@@ -143,7 +151,10 @@ class BoundedCache(Cache):
 
     @property
     def windows(self) -> list[list[int]]:
-        """Return the number of keys in each ring buffer, as one list per layer."""
+        """Return the number of keys in each ring buffer, as one list per layer.
+
+        Each key-value head of a layer has a ring buffer with its newest keys.
+        """
         counts = []
         for layer in self.layers:
             assert isinstance(layer, BoundedLayer)
@@ -169,6 +180,8 @@ class BoundedLayer(LayerCache):
         self.tolerance = tolerance
         self.use_compiled = use_compiled
         self.grow_count = 0
+        # Both become ctypes arrays with the first token: one `RingBuffer` per key-value head, one `HeadState` per query
+        # head.
         self.ring_buffers: Any = []
         self.head_states: Any = []
         # The keys and values that the ring buffers point to, one tensor (2, capacity, padded_dim) per key-value head.
@@ -227,7 +240,7 @@ class BoundedLayer(LayerCache):
         return bias.slopes
 
     def _initialize(self, slopes: list[float], k: Float[Tensor, "1 kv_heads new dim"]) -> None:
-        """Create the empty ring buffers and the head states.
+        """Create an empty ring buffer for each key-value head, and the state (statistics) of each query head.
 
         Args:
             slopes: The ALiBi slopes of the query heads.
@@ -250,7 +263,13 @@ class BoundedLayer(LayerCache):
     ) -> DecodeArgs | None:
         """Return the arguments with which the compiled decoder processes one more token.
 
-        The arguments and the result are those of `LayerCache.decode_args`.
+        Args:
+            slopes: The ALiBi slopes of the query heads.
+            kv_shape: The number of key-value heads and the size of each head.
+            window: The size of the sliding window of the model, or None.
+
+        Returns:
+            The arguments, or None if the compiled decoder cannot be used with this cache.
         """
         if not self.use_compiled or kernel_unavailable_reason() is not None:
             return None
@@ -371,7 +390,8 @@ class BoundedLayer(LayerCache):
     def _is_representative(self, head: int, call: AttentionCall) -> Bool[Tensor, " new"]:
         """Return for each new query whether it may determine the capacity of the ring buffer.
 
-        The log-sum-exp of a query with few past tokens is smaller than that of later queries, so such a query does not
+        The capacity is computed from the largest difference between a score and the log-sum-exp of its query. The
+        log-sum-exp of a query with few past tokens is smaller than that of later queries, so such a query does not
         represent the later queries.
 
         Args:
@@ -404,6 +424,9 @@ class BoundedLayer(LayerCache):
     def _bias_drop(self, head: int, call: AttentionCall) -> Float[Tensor, " new"]:
         """Return for each new token the difference between its own bias and the bias of the first token of the text.
 
+        Example:
+            With the slope 0.5, the difference is 0.5 * 100 = 50 for the token at position 100.
+
         Args:
             head: The index of the query head.
             call: The attention call of the new tokens.
@@ -420,7 +443,7 @@ class BoundedLayer(LayerCache):
             call: The attention call of the query heads that share this key-value head.
         """
         group_size = call.q.shape[1]  # the number of query heads that share the key-value head
-        states = self.head_states[kv_head * group_size : (kv_head + 1) * group_size]
+        states = self.head_states[kv_head * group_size : (kv_head + 1) * group_size]  # the states of these query heads
         return required_capacity(states, self.tolerance, call.window or UNBOUNDED)
 
     def _evict(self, kv_head: int, call: AttentionCall, num_evicted: int) -> None:
@@ -432,6 +455,7 @@ class BoundedLayer(LayerCache):
             num_evicted: How many of the oldest keys of the call are evicted.
         """
         ring_buffer = self.ring_buffers[kv_head]
+        # The call has a batch of one sequence and a single key-value head, so the keys are call.k[0, 0].
         max_norm = float(_norms(call.k[0, 0, :num_evicted]).max())
         ring_buffer.max_evicted_norm = _nan_propagating_max(ring_buffer.max_evicted_norm, max_norm)
 
@@ -443,7 +467,7 @@ class BoundedLayer(LayerCache):
             call: The attention call of the new tokens. Its keys are the cached keys, followed by the new keys.
         """
         ring_buffer = self.ring_buffers[kv_head]
-        keys = call.k[0, 0]
+        keys = call.k[0, 0]  # (cached + new, dim), because the batch and the number of key-value heads are 1
         values = call.v[0, 0]
         if len(keys) > ring_buffer.capacity:
             required = self._required_capacity(kv_head, call)
@@ -470,7 +494,7 @@ class BoundedLayer(LayerCache):
         return torch.cat([storage[:, oldest:], storage[:, :oldest]], dim=1)
 
     def _grow(self, kv_head: int, required: int, needed_now: int) -> None:
-        """Enlarge a ring buffer.
+        """Enlarge a ring buffer (the storage of the newest keys and values of one key-value head).
 
         The new capacity is at most the larger of twice the old capacity and `needed_now`. A short text therefore needs
         little memory, even if the required capacity is large.
@@ -481,6 +505,7 @@ class BoundedLayer(LayerCache):
             needed_now: The number of keys that will be in the buffer after the current step.
         """
         ring_buffer = self.ring_buffers[kv_head]
+        # The statistics count only cases in which the buffer was too small, not the growth of a young buffer.
         has_evicted_keys = self.length > ring_buffer.count
         if has_evicted_keys:
             self.grow_count += 1
@@ -494,7 +519,7 @@ class BoundedLayer(LayerCache):
         storage = old_kv.new_zeros(2, capacity, old_kv.shape[2])
         storage[:, : ring_buffer.count] = old_kv
         ring_buffer.capacity = capacity
-        ring_buffer.next = ring_buffer.count % capacity
+        ring_buffer.next = ring_buffer.count % capacity  # the slot of the next key
         ring_buffer.keys = storage[0].data_ptr()
         ring_buffer.values = storage[1].data_ptr()
         self._ring_storage[kv_head] = storage
@@ -553,7 +578,8 @@ def _nan_propagating_max(old: float, new: float) -> float:
 def _finite_max(old: float, new: Float[Tensor, " n"]) -> float:
     """Return the largest of `old` and the finite numbers in `new`.
 
-    Infinite numbers and NaN are ignored. A single invalid query or key must not enlarge a ring buffer forever.
+    Infinite numbers and NaN are ignored. The largest number determines the size of a ring buffer, and a single invalid
+    query or key must not enlarge a ring buffer forever.
     """
     if len(new) == 0:
         return old

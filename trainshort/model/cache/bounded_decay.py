@@ -32,7 +32,16 @@ class BoundedDecayLayer(BoundedLayer):
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """Compute the attention of new tokens, and keep the cumulative log decays of the cached tokens.
 
-        The arguments and the result are those of `BoundedLayer._prefill`.
+        The cumulative log decay of a token is the sum of the log forget gates (FoX) of all tokens so far.
+
+        Args:
+            q: The queries of the new tokens.
+            k: The keys of the new tokens.
+            v: The values of the new tokens.
+            options: The other arguments of the attention, such as `bias`.
+
+        Returns:
+            The attention output of the new tokens.
         """
         decays = options["bias"].cumulative  # (1, heads, tokens)
         is_start_of_text = self.length == 0
@@ -41,6 +50,7 @@ class BoundedDecayLayer(BoundedLayer):
             for state, initial_decay in zip(self.head_states, initial_decays, strict=True):
                 state.initial_decay = initial_decay
         out = super()._prefill(q, k, v, options)
+        # `_decay_span` is the number of newest tokens whose decays are still needed.
         self.method_cache[CUMULATIVE_DECAY_KEY] = decays[..., -self._decay_span :].clone()
         return out
 
@@ -50,7 +60,7 @@ class BoundedDecayLayer(BoundedLayer):
         return max((ring_buffer.count for ring_buffer in self.ring_buffers), default=0)
 
     def _slopes(self, bias: Bias | None, heads: int) -> Float[Tensor, " heads"]:
-        """Return a slope of 0 for each head, because a `DecayBias` has no ALiBi slopes.
+        """Return a slope of 0 for each head, because a `DecayBias` (forget gates) has no ALiBi slopes.
 
         Raises:
             InputError: If the bias is not a `DecayBias`.
@@ -67,14 +77,15 @@ class BoundedDecayLayer(BoundedLayer):
         return DecayBias(bias.cumulative[:, heads, -num_keys:])
 
     def _cumulative_decay(self, head: int, call: AttentionCall) -> Float[Tensor, " keys"]:
-        """Return the cumulative log decay at each key of the call.
+        """Return the cumulative log decay (the sum of the log forget gates so far) at each key of the call.
 
         Args:
             head: The index of the query head among all query heads of the layer.
             call: The attention call of the query heads that share one key-value head.
         """
         assert isinstance(call.bias, DecayBias)
-        group_size = call.q.shape[1]
+        group_size = call.q.shape[1]  # the number of query heads that share the key-value head
+        # `cumulative` has the shape (1, group_size, keys).
         return call.bias.cumulative[0, head % group_size].double()
 
     def _evicted_mass(
@@ -95,6 +106,9 @@ class BoundedDecayLayer(BoundedLayer):
 
     def _bias_drop(self, head: int, call: AttentionCall) -> Float[Tensor, " new"]:
         """Return for each new token the difference between its own bias and the bias of the first token of the text.
+
+        The bias of query i and key j is c[i] - c[j], where c is the cumulative log decay. The bias of the new token
+        itself is 0, so the difference is c[0] - c[i].
 
         Args:
             head: The index of the query head.

@@ -89,7 +89,8 @@ class LayerCache:
         """Return the attention bias of a position method whose bias depends on the text.
 
         Args:
-            compute_bias: The function that computes the bias.
+            compute_bias: The function that computes the bias. Its arguments are the rows, the number of tokens in the
+                cache, and the tensors that the position method keeps between two calls.
             rows: The rows of the input batch that this cache stores.
 
         Returns:

@@ -175,7 +175,8 @@ class DecodeArgs(ctypes.Structure):
             length: The number of tokens in `storage`.
         """
         ring_buffers = self.ring_buffer_array
-        # The compiled code updates `count` and `next` itself. After a compiled step, the fields are already correct.
+        # `count` is the number of keys, and `next` is the slot of the next key. The compiled code updates both fields
+        # itself. After a compiled step, they are already correct.
         is_same_storage = ring_buffers[0].keys == storage.data_ptr()
         if is_same_storage and ring_buffers[0].count == length:
             return
@@ -184,7 +185,7 @@ class DecodeArgs(ctypes.Structure):
             ring_buffer.values = storage[1, 0, kv_head].data_ptr()
             ring_buffer.capacity = storage.shape[3]
             ring_buffer.count = length
-            ring_buffer.next = length
+            ring_buffer.next = length  # the slot of the next key
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "1 heads 1 dim"]:
         """Run the decode step (the attention of one new token to all cached keys).
@@ -259,7 +260,8 @@ class DecayBuffer:
     def bind(self, args: DecodeArgs, method_cache: dict[str, Tensor]) -> None:
         """Set the fields `cumulative_decay`, `decay_stride` and `decay_length` of a decode step.
 
-        The buffer is first enlarged if it is full, and refilled if other code has changed the decays.
+        The buffer holds the cumulative log decay (the sum of the log forget gates so far) of each head and token. The
+        buffer is first enlarged if it is full, and refilled if other code has changed the decays.
 
         Args:
             args: The arguments of the decode step.
@@ -291,6 +293,8 @@ class DecayBuffer:
     def commit_token(self, method_cache: dict[str, Tensor], num_needed: int) -> None:
         """Count the column that the decode step has filled, and put the newest columns into `method_cache`.
 
+        A column holds the cumulative log decays (sums of log forget gates) of one token, with one row per head.
+
         Args:
             method_cache: The tensors that the position method stores in the cache of the layer.
             num_needed: The number of newest columns (tokens) that the position method still needs.
@@ -306,7 +310,7 @@ def make_head_structs(slopes: list[float], max_excess: float) -> Any:
 
     Args:
         slopes: The ALiBi slopes, one per query head.
-        max_excess: The initial value of the field `max_excess`.
+        max_excess: The initial value of the field `max_excess`: the largest score so far minus the log-sum-exp.
     """
     # No key is evicted yet. The total weight of the evicted keys is 0, so the logarithm of the weight is -inf.
     states = [HeadState(slope=slope, max_excess=max_excess, log_evicted_weight=-math.inf) for slope in slopes]

@@ -75,7 +75,7 @@ class WindowLayer(LayerCache):
         v: Float[Tensor, "batch kv_heads new dim"],
         **options: Any,
     ) -> Float[Tensor, "batch heads new dim"]:
-        """Compute the attention of new tokens to the tokens in the window and to the sinks.
+        """Compute the attention of new tokens to the tokens in the window and to the sinks (first tokens of the text).
 
         The arguments are those of `LayerCache.attend`. If the model has a sliding window itself, the smaller window is
         used.
@@ -91,6 +91,7 @@ class WindowLayer(LayerCache):
             return attend(q, recent_k, recent_v, window=window, **options)
 
         self._store_sinks(k, v, start)
+        # The log-sum-exp is needed to combine this attention with the attention to the sinks.
         result = attend(q, recent_k, recent_v, window=window, return_stats=True, **options)
         assert result.lse is not None
         return self._add_sink_attention(q, result.out, result.lse, start, options.get("bias"))
@@ -113,6 +114,7 @@ class WindowLayer(LayerCache):
             batch, kv_heads, _, dim = k.shape
             self._storage = k.new_empty(2, batch, kv_heads, 0, dim)
 
+        # The stored tokens are in the columns `_start` to `_end`. If no column is left, they move to the beginning.
         has_room = self._end + new <= self._storage.shape[3]
         if not has_room:
             past_kv = self._storage[:, :, :, self._end - past : self._end].clone()
@@ -170,7 +172,7 @@ class WindowLayer(LayerCache):
         return recent[0], recent[1]
 
     def _store_sinks(self, k: Tensor, v: Tensor, start: int) -> None:
-        """Store the keys and values of those new tokens that are among the first `sinks` tokens of the text.
+        """Store the keys and values of those new tokens that are sinks: the first `sinks` tokens of the text.
 
         Args:
             k: The keys of the new tokens.
@@ -241,7 +243,7 @@ class WindowLayer(LayerCache):
 
 
 def _bias_at(bias: Bias | None, distance: Int[Tensor, "new keys"]) -> Float[Tensor, "heads new keys"] | float:
-    """Return the values of a bias at the given distances between queries and keys. No bias has the value 0.
+    """Return the values of a bias at the given distances between queries and keys, or 0 if there is no bias.
 
     Raises:
         InputError: If the bias does not depend on the distance alone.

@@ -58,6 +58,9 @@ def alibi_bias(slopes: Float[Tensor, " heads"], max_distance: int | None, length
         slopes: One slope per head.
         max_distance: Larger distances get the bias of this distance. None means no maximum.
         length: The number of keys.
+
+    Returns:
+        The slopes, or a table with the bias of each head and distance if there is a maximum distance.
     """
     if max_distance is None:
         return LinearBias(slopes)

@@ -24,6 +24,7 @@ class Bam(PositionMethod):
 
     def __init__(self, config: ModelConfig, settings: EmptyPositionConfig) -> None:
         super().__init__(config, settings)
+        # The bias of a head is -exp(scale) * |distance - centre|**power.
         self.scale = nn.Parameter(torch.empty(config.heads))
         self.centre = nn.Parameter(torch.empty(config.heads))
         self.power = nn.Parameter(torch.empty(config.heads))

@@ -231,6 +231,7 @@ class PositionMethod(nn.Module):
             return None
 
         # The slopes must not depend on the length of the text, so they are compared at different lengths.
+        # A model with a maximum length is compared at this length only.
         probe_lengths = PROBE_LENGTHS if self.max_length is None else (self.max_length,)
         for length in probe_lengths:
             bias_at_length = self.score_bias(length)

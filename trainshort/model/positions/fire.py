@@ -26,6 +26,7 @@ class Fire(PositionMethod):
 
     def __init__(self, config: ModelConfig, settings: FireConfig) -> None:
         super().__init__(config, settings)
+        # A small network computes the bias from the distance and the position of the query. See `content_bias`.
         self.threshold = settings.threshold
         self.c = nn.Parameter(torch.tensor([0.1]))
         self.multiplier = nn.Parameter(torch.ones(1))
@@ -36,8 +37,9 @@ class Fire(PositionMethod):
     def content_bias(self, layer_input: LayerInput) -> DenseBias:
         """Return the bias of each head, new query and key.
 
-        The input of the network is ln(1 + c * distance) / ln(1 + c * max(position of the query, L)). `c` and L are
-        computed from trained parameters.
+        A network with one hidden layer computes the bias. Its input is the number
+        ln(1 + c * distance) / ln(1 + c * max(position of the query, L)). `c` and L are computed from trained
+        parameters.
         """
         position_ids = collapse_equal_rows(layer_input.position_ids)
         num_queries = position_ids.shape[1]
@@ -52,7 +54,7 @@ class Fire(PositionMethod):
         normalized = torch.log1p(c * distances) / torch.log1p(c * scales)[..., None]
 
         hidden = F.relu(F.linear(normalized[..., None], self.wide.weight.float(), self.wide.bias.float()))
-        values = F.linear(hidden, self.narrow.weight.float()).movedim(-1, 1)
+        values = F.linear(hidden, self.narrow.weight.float()).movedim(-1, 1)  # (rows, heads, queries, keys)
         if len(values) == 1:
             return DenseBias(values[0])
         return DenseBias(values)

@@ -33,6 +33,8 @@ class Fox(PositionMethod):
 
     def __init__(self, config: ModelConfig, settings: FoxConfig) -> None:
         super().__init__(config, settings)
+        # The gate of a token with the hidden state x is sigmoid(weight @ x + shift). The setting `gate` is "full" (both
+        # are trained), "bias_only" (no weight, the shift is trained) or "fixed" (no weight, nothing is trained).
         self.settings = settings
         self.heads = config.heads
         self.nope_heads = config.nope_heads
@@ -90,7 +92,10 @@ class Fox(PositionMethod):
         return -biases if self.settings.negate_gate else biases
 
     def gate(self, layer: int) -> Gate:
-        """Return the forget gate of a layer, without the NoPE heads (heads without positions)."""
+        """Return the forget gate of a layer, without the NoPE heads (heads without positions).
+
+        The gate of a token with the hidden state x is sigmoid(sign * (weight @ x + bias)).
+        """
         num_gates = self.heads - self.nope_heads
         weight = None if self.weight is None else self.weight[layer, :num_gates]
         bias = self.shift.view(-1, self.heads)[layer, :num_gates]
@@ -105,7 +110,7 @@ class Fox(PositionMethod):
         """
         x = layer_input.x
         weight, bias, sign = self.gate(layer_input.layer)
-        gate_logits = bias.expand(*x.shape[:2], -1)
+        gate_logits = bias.expand(*x.shape[:2], -1)  # (batch, new tokens, heads with a gate)
         if weight is not None:
             gate_logits = gate_logits + F.linear(x, weight.to(x.dtype)).float()
 

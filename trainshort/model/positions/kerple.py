@@ -31,7 +31,7 @@ class Kerple(PositionMethod):
 
     def __init__(self, config: ModelConfig, settings: KerpleConfig) -> None:
         super().__init__(config, settings)
-        self.form = settings.form
+        self.form = settings.form  # "log" for the bias -p * ln(1 + a * distance), "power" for -a * distance**p
         self.a = nn.Parameter(torch.empty(config.heads))
         self.p = nn.Parameter(torch.empty(config.heads))
         self.init_float32_tensors()
@@ -47,6 +47,7 @@ class Kerple(PositionMethod):
         The bias is `-p * ln(1 + a * distance)` in the form "log", and `-a * distance**p` in the form "power".
         """
         max_p = math.inf if self.form == "log" else MAX_POWER
+        # Both have shape (heads, 1). With positive parameters, the bias falls with the distance.
         a = _clamp_keep_grad(self.a, MIN_PARAMETER, math.inf)[:, None]
         p = _clamp_keep_grad(self.p, MIN_PARAMETER, max_p)[:, None]
         distances = distance_range(length, a.device)
@@ -86,6 +87,7 @@ class _ClampKeepGrad(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        """Save the arguments of the clamp for the backward pass. PyTorch calls this method after the forward pass."""
         x, minimum, maximum = inputs
         ctx.save_for_backward(x)
         ctx.minimum = minimum
@@ -93,8 +95,10 @@ class _ClampKeepGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of the clamped tensor `x`. It is 0 where a gradient step would move `x` out of range."""
         (x,) = ctx.saved_tensors
-        # A gradient step subtracts the gradient, so a positive gradient decreases x.
+        # A gradient step subtracts the gradient, so a positive gradient decreases x. Values outside of the range must
+        # not move further away.
         leaves_at_minimum = (x < ctx.minimum) & (grad > 0)
         leaves_at_maximum = (x > ctx.maximum) & (grad < 0)
         return grad.masked_fill(leaves_at_minimum | leaves_at_maximum, 0), None, None
@@ -119,5 +123,6 @@ def log_bias_window(p: float, a: float, excess: float, tolerance: float) -> floa
     """
     if p <= 1:
         return math.inf
+    # Set exp(excess) times the right side of the inequality equal to the tolerance, and solve for 1 + a (W - 1).
     log_base = (excess - math.log(tolerance * a * (p - 1))) / (p - 1)
     return 1 + (math.exp(log_base) - 1) / a

@@ -113,6 +113,7 @@ class XPos(Rotary):
         """
         position_ids = collapse_equal_rows(position_ids)
         cos, sin = self.cos_sin(q, position_ids)
+        # Each even index 2 * n gives the zeta of pair n.
         zeta = (_even_indices(self.dim, q.device) / self.dim + 0.4) / 1.4
         positions = position_ids.to(zeta.dtype)[:, None, :, None]  # (batch, 1, length, 1)
         q_factor = zeta ** (positions / self.scale_base)
@@ -216,7 +217,9 @@ def _yarn_interpolated_share(
 def _pair_for_rotations(rotations: float, length: int, base: float, dim: int) -> float:
     """Return the index of the pair of dimensions that rotates `rotations` times over `length` tokens.
 
-    The index is a float, because the exact solution usually lies between two pairs.
+    Pair n rotates by base**(-2 * n / dim) radians per token. The function solves
+    length * base**(-2 * n / dim) = rotations * 2 * pi for n. The index is a float, because the exact solution usually
+    lies between two pairs.
 
     Args:
         rotations: The number of full rotations.
@@ -235,7 +238,7 @@ def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos: The cosines of the angles, with one value per rotated pair of dimensions.
         sin: The sines of the angles.
     """
-    rotary_dim = 2 * cos.shape[-1]
+    rotary_dim = 2 * cos.shape[-1]  # Two neighboring dimensions form a pair.
     rotary_part = x
     if rotary_dim < x.shape[-1]:
         rotary_part = x[..., :rotary_dim]

@@ -33,7 +33,12 @@ class Sandwich(PositionMethod):
         self.ratios.data.copy_(heads / (8 * torch.arange(1.0, heads + 1)))
 
     def score_bias(self, length: int) -> DistanceBias:
-        """Return the bias of each head at the distances 0 to `length - 1`."""
+        """Return the bias of each head at the distances 0 to `length - 1`.
+
+        The bias is computed from the inner product of two sinusoidal position vectors. The inner product depends only
+        on the distance between both positions. Its value at distance 0 is subtracted, and the result is multiplied by
+        a constant of the head (`self.ratios`).
+        """
         device = self.ratios.device
         # At large distances, angles in float32 would be inaccurate.
         dtype = exact_float_dtype(device)
