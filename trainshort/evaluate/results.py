@@ -274,8 +274,8 @@ def sum_by_position(passes: Passes, losses: np.ndarray) -> tuple[tuple[int, int,
 def interval(row: LengthScore, other: LengthScore | None = None) -> Interval | None:
     """Return the 95 % bootstrap interval of a mean loss, or of the difference between two mean losses.
 
-    A span is a consecutive part of the text. The interval of a difference is narrower than the intervals of both means,
-    because the results are compared span by span: a span that is hard to predict raises both losses.
+    A span is a consecutive part of the text. The interval of a difference is usually much narrower, because both
+    results are compared span by span: a span that is hard to predict raises both losses.
 
     Args:
         row: The result at one length.
