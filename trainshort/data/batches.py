@@ -86,7 +86,8 @@ class BatchStream:
     mask: int | None = None
 
     def __post_init__(self) -> None:
-        # The position of the first token that is predicted.
+        # The position of the first token that is predicted. With `drop_last`, the first token of the text is only
+        # read. Otherwise, the first token is predicted from the token `bos`.
         self._first_target = 1 if self.drop_last else 0
         self._check_arguments()
         num_targets = len(self.tokens) - self._first_target
@@ -94,7 +95,7 @@ class BatchStream:
             self.blocks = num_targets // self.length
         else:
             self.blocks = -(-num_targets // self.length)  # division that rounds up
-        self._order = _shuffle_blocks(self.blocks, self.seed)
+        self._order = _shuffle_blocks(self.blocks, self.seed)  # the order in which the blocks are read
 
     def block_numbers(self, step: int) -> list[int]:
         """Return the numbers of the blocks that this rank processes in a training step."""
@@ -139,7 +140,9 @@ class BatchStream:
     def _mlm_batch(
         self, step: int, starts: Int64[np.ndarray, " batch"], tokens: Int64[np.ndarray, "batch length"]
     ) -> Batch:
-        """Return a batch for a masked language model.
+        """Return a batch for a masked language model, with some tokens replaced by the mask token.
+
+        Segments separate tokens that must not attend to each other. They have the same shape as the tokens.
 
         Args:
             step: The number of the training step.
@@ -147,7 +150,8 @@ class BatchStream:
             tokens: The tokens of the blocks. Positions after the end of the text contain `IGNORED`.
         """
         assert self.mask is not None
-        # Rows are numbered from the first row of the first training step. Each rank has the same number of rows.
+        # Rows are numbered from the first row of the first training step. A rank is one of several training processes.
+        # Each rank has the same number of rows.
         rows_per_rank = len(starts)
         first_row = step * self.batch_size + self.rank * rows_per_rank
         row_numbers = range(first_row, first_row + rows_per_rank)
@@ -160,7 +164,8 @@ class BatchStream:
         if self.packing == "blocks":
             segment_ids = is_padding.astype(np.int32) if is_padding.any() else None
             return Batch(inputs, targets, segment_ids)
-        document_numbers = np.stack([self._document_numbers(start)[1:] for start in starts])
+        # With packing="documents", each document is a segment. The padding comes after the last document of a row.
+        document_numbers = np.stack([self._document_numbers(start)[1:] for start in starts])  # shape (batch, length)
         padding_segments = document_numbers[:, -1:] + 1
         segment_ids = np.where(is_padding, padding_segments, document_numbers)
         # Numbers that start at 0 in each row fit into 32 bits.
@@ -191,8 +196,8 @@ class BatchStream:
             start: The position of the first token of the block.
 
         Example:
-            The documents begin at 0 and 4, and a block has 3 tokens. The row of the block that starts at 3 has the
-            tokens 2 3 4 5, and the result is 1 1 2 2.
+            The documents begin at the positions 0 and 4, and a block has 3 tokens. The row of the block that starts at
+            3 has the tokens at the positions 2, 3, 4 and 5, and the result is 1 1 2 2.
         """
         assert self.documents is not None
         positions = np.maximum(np.arange(start - 1, start + self.length), 0)
@@ -219,7 +224,10 @@ class BatchStream:
         )
 
     def _check_arguments(self) -> None:
-        """Raise `InputError` if the arguments do not fit together."""
+        """Raise `InputError` if the arguments do not fit together.
+
+        `world` is the number of training processes, which share each batch, and `rank` is the number of this process.
+        """
         if self.batch_size % self.world:
             raise InputError(
                 f"The batch size {self.batch_size} is not divisible by the {self.world} processes. "
@@ -243,6 +251,8 @@ class BatchStream:
 
 def _shuffle_blocks(blocks: int, seed: int) -> Any:
     """Return an endless sequence of block numbers. Each epoch contains all blocks once, in its own order.
+
+    A block is a part of the training text with one training length. An epoch is one pass over all blocks.
 
     Args:
         blocks: The number of blocks.

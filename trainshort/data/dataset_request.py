@@ -79,7 +79,9 @@ def _replace_special_characters(name: str) -> str:
 
 
 def make_request(config: DataConfig, corpus: Corpus) -> DataRequest:
-    """Describe what the user requested, with the checksums of all files that influence the dataset.
+    """Describe which dataset the user requested, with the checksums of all files that influence the dataset.
+
+    A stored dataset is reused only if it was prepared for the same request.
 
     Args:
         config: The settings of the dataset.
@@ -91,7 +93,7 @@ def make_request(config: DataConfig, corpus: Corpus) -> DataRequest:
     return DataRequest(
         corpus=config.corpus,
         fingerprint=corpus.fingerprint,
-        content=content_sha256(corpus.paths) if corpus.paths else None,
+        content=content_sha256(corpus.paths) if corpus.paths else None,  # None for a corpus that is not stored in files
         tokenizer=config.tokenizer,
         tokenizer_sha256=_require_tokenizer(config.tokenizer),
         vocab_size=config.vocab_size if has_vocab_size(config.tokenizer) else None,
@@ -128,7 +130,7 @@ def check_same_request(folder: Path, stored: DataRequest, config: DataConfig, st
 
     Args:
         folder: The folder of the dataset.
-        stored: The request for which the folder was prepared.
+        stored: The request for which the folder was prepared: its corpus, tokenizer and vocabulary size.
         config: The current settings.
         state: A verb phrase for the error message, such as "was prepared".
     """
@@ -153,6 +155,11 @@ def _find_corpus_difference(stored: DataRequest, config: DataConfig, cache: Chec
 
     A corpus that was renamed or moved is the same if its content is the same. A corpus that is not available any more
     counts as unchanged, because a dataset can be used without its corpus.
+
+    Args:
+        stored: The request for which a dataset was prepared.
+        config: The current settings.
+        cache: The record of files that were verified before, so that unchanged files are not read again.
     """
     corpus = _find_local_corpus(config)
     has_same_name = stored.corpus == config.corpus
@@ -186,7 +193,10 @@ def _find_tokenizer_difference(stored: DataRequest, config: DataConfig) -> str |
 
 
 def _find_local_corpus(config: DataConfig) -> Corpus | None:
-    """Return the corpus that the settings name, or None if its files do not exist any more or are on the hub."""
+    """Return the corpus that the settings name, or None if its files do not exist any more.
+
+    The result is also None for a streamed corpus, whose files are on the Hugging Face Hub.
+    """
     try:
         corpus = find_corpus(config.corpus)
     except InputError:

@@ -97,8 +97,9 @@ class Corpus(Protocol):
         """Yield all documents after a position.
 
         Args:
-            cursor: The cursor of the last document that was read before. None starts at the first document.
-            errors: What happens to bytes that are not valid UTF-8.
+            cursor: The cursor (the position in the corpus) of the last document that was read before. None starts at
+                the first document.
+            errors: What happens to bytes that are not valid UTF-8: "strict" raises an error, "replace" replaces them.
         """
         ...
 
@@ -107,9 +108,10 @@ def group_into_documents(records: Iterator[Record], kind: DocumentKind, min_char
     """Group the records of a table or a dataset into documents.
 
     Args:
-        records: The records in the order of the source.
-        kind: "articles" and "lines" join records. For all other kinds, each record is a document.
-        min_characters: The smallest size of a document of the kind "lines".
+        records: The records (texts with their position in the source) in the order of the source.
+        kind: "articles" joins the records of each WikiText article, and "lines" joins records that are lines to
+            documents of whole paragraphs. For all other kinds, each record is a document.
+        min_characters: The smallest size of a document of the kind "lines". The last document can be smaller.
 
     Returns:
         One record for each document.
@@ -124,8 +126,8 @@ def group_into_documents(records: Iterator[Record], kind: DocumentKind, min_char
 def group_into_paragraphs(lines: Iterable[Record], min_characters: int) -> Iterator[Record]:
     """Join lines to documents of whole paragraphs.
 
-    A document ends at the first blank line after `min_characters` characters. If there is no blank line, the document
-    ends at the first line end after twice as many characters.
+    A document ends at the first blank line at which it has at least `min_characters` characters. A document without
+    such a blank line ends at the first line end at which it has at least twice as many characters.
 
     Example:
         For `min_characters=2`, the lines "a", "", "b" become the documents "a\\n\\n" and "b\\n".
@@ -148,8 +150,9 @@ def group_into_paragraphs(lines: Iterable[Record], min_characters: int) -> Itera
 def group_into_articles(lines: Iterable[Record]) -> Iterator[Record]:
     """Join the lines of WikiText to articles.
 
-    An article starts with the blank line before its title. A line that looks like a title, but follows no blank line,
-    is part of the article. Such lines are formulas.
+    A title is a line such as " = Title = ". An article starts with the blank line before its title. A line that looks
+    like a title, but follows no blank line, is part of the article. Such lines are formulas. An article that is too
+    long is cut.
 
     Example:
         The lines " ", " = A = ", " ", "text", " ", " = B = ", " ", "more" become two articles with four lines each.

@@ -62,16 +62,17 @@ class EncodedChunk:
 
 
 def encode_chunk(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> dict[str, EncodedChunk]:
-    """Encode documents.
+    """Convert documents to tokens.
 
     Args:
         tokenizer: The tokenizer.
-        documents: Pairs of the split and the text of a document.
+        documents: Pairs of the split ("train", "valid" or "test") and the text of a document.
 
     Returns:
-        The encoded documents of each split.
+        The encoded documents of each split: all tokens as bytes, the number of tokens of each document, and the number
+        of words and bytes of the text.
     """
-    dtype = np.dtype(token_type(tokenizer.vocab_size)).newbyteorder("<")
+    dtype = np.dtype(token_type(tokenizer.vocab_size)).newbyteorder("<")  # for example little-endian uint16
     texts_by_split: dict[str, list[str]] = {}
     for split, text in documents:
         texts_by_split.setdefault(split, []).append(text)
@@ -116,7 +117,7 @@ def encode(
         idle_processes.put(process)
 
     def encode_in_worker(chunk: Chunk) -> dict[str, EncodedChunk]:
-        """Encode a chunk in a process that is idle. If all processes are busy, wait for one of them."""
+        """Encode a chunk of documents in a worker process that is idle. If all processes are busy, wait for one."""
         process = idle_processes.get()
         try:
             return _request_encoding(process, chunk.documents)
@@ -168,7 +169,15 @@ def _start_worker(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _request_encoding(worker: subprocess.Popen[bytes], documents: list[tuple[str, str]]) -> dict[str, EncodedChunk]:
-    """Send documents to a worker process, and wait for the encoded documents."""
+    """Send documents to a worker process, and wait for the encoded documents.
+
+    Args:
+        worker: The process, which runs `run_worker`.
+        documents: Pairs of the split ("train", "valid" or "test") and the text of a document.
+
+    Returns:
+        The encoded documents of each split.
+    """
     assert worker.stdin
     assert worker.stdout
     try:
@@ -186,7 +195,8 @@ def _request_encoding(worker: subprocess.Popen[bytes], documents: list[tuple[str
 def run_worker() -> None:
     """Run a worker process: read documents from standard input, and write the encoded documents to standard output.
 
-    The process exits when its input ends.
+    Both are exchanged as pickles. The command-line argument of the process is the dataset folder, which contains the
+    tokenizer. The process exits when its input ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the parent process handles Ctrl-C.
     requests: BinaryIO = sys.stdin.buffer

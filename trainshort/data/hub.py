@@ -89,8 +89,10 @@ class HubCorpus:
         """Yield all documents after a position.
 
         Args:
-            cursor: The cursor of the last document that was read before. None starts at the first split.
-            errors: Has no effect, because the hub serves decoded text.
+            cursor: The cursor of the last document that was read before: its split, the state of the stream, the number
+                of rows after this state, and the number of characters up to the document. None starts at the first
+                split.
+            errors: Has no effect, because the Hugging Face Hub serves decoded text.
         """
         streams = self._load_streams()
         splits = list(streams)
@@ -154,8 +156,8 @@ class HubCorpus:
 def _stream_rows(name: str, stream: Any, state: Any, skipped_rows: int) -> Iterator[Record]:
     """Yield the rows of a stream after a position.
 
-    A position is a state of the stream and the number of rows that were read since the state. States are stored only
-    after every `SNAPSHOT_ROWS` rows, because reading the state of a stream is slow.
+    A position (cursor) is a pair: a state of the stream, and the number of rows that were read since the stream had
+    this state. The state is read only after every `SNAPSHOT_ROWS` rows, because reading the state of a stream is slow.
 
     Args:
         name: The name of the corpus, for error messages.
@@ -249,7 +251,7 @@ class MixedCorpus:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files of all parts. Empty if a part is streamed."""
+        """The files of all parts of a mixed corpus. Empty if a part is streamed from the Hugging Face Hub."""
         if self.streamed:
             return ()
         return tuple(path for corpus, _ in self.parts for path in corpus.paths)

@@ -60,6 +60,7 @@ def training_mask(seed: int, rows: Sequence[int], length: int) -> Bool[np.ndarra
     Returns:
         Which tokens are masked. Each token is masked with the probability 1 / `MASK_ROUNDS`.
     """
+    # Each row has its own random generator, so its mask does not depend on the other rows of the batch.
     random_numbers = [np.random.default_rng((seed, row)).random(length) for row in rows]
     return np.stack(random_numbers) < 1 / MASK_ROUNDS
 
@@ -67,7 +68,8 @@ def training_mask(seed: int, rows: Sequence[int], length: int) -> Bool[np.ndarra
 def evaluation_rounds(starts: Sequence[int], length: int) -> Int64[np.ndarray, "batch length"]:
     """Return in which evaluation round each token of some text blocks is masked.
 
-    The round is a hash of the position of the token in the text. The hash function is splitmix64.
+    An encoder predicts masked tokens. It reads the text in `MASK_ROUNDS` rounds, and each token is masked in one of
+    them. The round is a hash of the position of the token in the text. The hash function is splitmix64.
 
     Args:
         starts: The position in the text where each block starts.
@@ -76,7 +78,7 @@ def evaluation_rounds(starts: Sequence[int], length: int) -> Int64[np.ndarray, "
     Returns:
         Numbers from 0 to `MASK_ROUNDS` - 1.
     """
-    positions = np.array(starts, dtype=np.uint64)[:, None] + np.arange(length, dtype=np.uint64)
+    positions = np.array(starts, dtype=np.uint64)[:, None] + np.arange(length, dtype=np.uint64)  # shape (batch, length)
     # The constants and shifts are those of splitmix64.
     hashes = (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -90,12 +90,16 @@ class Passes:
         return 1 + later_passes
 
     def __getitem__(self, index: int) -> Pass:
-        """Return the pass with an index from 0 on. `IndexError` is raised if there is no such pass."""
+        """Return the pass with an index from 0 on. `IndexError` is raised if there is no such pass.
+
+        A pass reads the targets from `start` to `stop` - 1 and scores those from `first` on. For the length 4 and the
+        stride 2, pass 0 reads and scores the targets 0 to 3. Pass 1 reads the targets 2 to 5 and scores 4 and 5.
+        """
         if not 0 <= index < len(self):
             raise IndexError(index)
         if index == 0:
             return Pass(start=0, first=0, stop=min(self.length, self.tokens))
-        overlap = self.length - self.stride
+        overlap = self.length - self.stride  # targets that the previous pass has scored, and that are context here
         first = self.length + (index - 1) * self.stride
         stop = min(first + self.stride, self.tokens)
         return Pass(start=first - overlap, first=first, stop=stop)
@@ -110,6 +114,8 @@ class Passes:
     def at(self, target: int) -> int:
         """Return the index of the pass that scores a target.
 
+        Pass 0 scores the first `length` targets, and each later pass scores the next `stride` targets.
+
         Args:
             target: The position of the target in the text.
         """
@@ -119,6 +125,8 @@ class Passes:
 
     def batches(self, budget: int, begin: int = 0) -> Iterator[list[Pass]]:
         """Yield the passes in batches. All passes of a batch read and score the same number of tokens.
+
+        A pass reads one window of the text, and scores the targets (tokens to predict) at the end of the window.
 
         Args:
             budget: The largest number of tokens that a batch reads. A batch has at least one pass.
@@ -136,7 +144,7 @@ class Passes:
     def positions(self) -> Int64[np.ndarray, " tokens"]:
         """Return the position of each target inside the pass that scores the target.
 
-        A target at position p is predicted from p + 1 tokens.
+        A target is a token that the model predicts. A target at position p is predicted from p + 1 tokens.
 
         Example:
             For 10 tokens, the length 4 and the stride 2, the positions are 0 1 2 3 2 3 2 3 2 3.
@@ -153,7 +161,7 @@ def _shape(window: Pass) -> tuple[int, int]:
 
 
 def _cut_into_batches(passes: Iterator[Pass], batch_size: int) -> Iterator[list[Pass]]:
-    """Yield lists of at most `batch_size` passes. The passes are created one batch at a time."""
+    """Yield lists of at most `batch_size` passes (windows of the text). The passes are created one batch at a time."""
     while True:
         batch = list(islice(passes, batch_size))
         if not batch:
@@ -166,9 +174,11 @@ def fill(
 ) -> tuple[Int64[np.ndarray, "passes length"], Int64[np.ndarray, "passes length"]]:
     """Return the inputs and the targets of a batch of passes that read the same number of tokens.
 
+    A pass is one forward pass over a window of the text. The input of a target is the token before the target.
+
     Args:
         tokens: All tokens of the text.
-        passes: The passes of the batch.
+        passes: The passes of the batch. A pass covers the targets from `start` to `stop` - 1.
         bos: The token that the model reads before the first token of the text.
 
     Returns:
@@ -267,7 +277,7 @@ def position_edges(length: int) -> list[int]:
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20]
     """
     edges = list(range(min(length, 8) + 1))
-    bin_width = 2
+    bin_width = 2  # four bins of width 2 lead from 8 to 16, four bins of width 4 lead from 16 to 32, ...
     while edges[-1] < length:
         for _ in range(4):
             edges.append(edges[-1] + bin_width)

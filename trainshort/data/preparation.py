@@ -165,14 +165,14 @@ def _default_workers(corpus: Corpus) -> int:
 
 
 def open_or_prepare(config: DataConfig, **options: Any) -> PreparedDataset:
-    """Return the dataset for a training run.
+    """Return the dataset for a training run. A prepared dataset consists of the tokens of a corpus in a folder.
 
     If the setting `data.folder` names a folder, the folder must contain a prepared dataset, and the settings of the
     corpus and the tokenizer are ignored. Otherwise the dataset is prepared if necessary.
 
     Args:
         config: The settings of the dataset.
-        options: Further arguments of `prepare`.
+        options: Further arguments of `prepare`. They are not used if `data.folder` names a folder.
 
     Raises:
         InputError: If `data.folder` is not a prepared dataset, or if the dataset cannot be prepared.
@@ -199,7 +199,7 @@ def open_or_prepare(config: DataConfig, **options: Any) -> PreparedDataset:
 
 
 def resolve_data_config(config: DataConfig, prepared: PreparedDataset) -> DataConfig:
-    """Return the settings that describe a dataset.
+    """Return the settings that describe a prepared dataset.
 
     If the user named a prepared folder with `data.folder`, the settings of the corpus and the tokenizer are replaced by
     the settings with which the folder was prepared.
@@ -210,7 +210,7 @@ def resolve_data_config(config: DataConfig, prepared: PreparedDataset) -> DataCo
     return config.replace(
         corpus=request.corpus,
         tokenizer=request.tokenizer,
-        vocab_size=request.vocab_size or config.vocab_size,
+        vocab_size=request.vocab_size or config.vocab_size,  # The request is None for a fixed vocabulary.
     )
 
 
@@ -255,20 +255,21 @@ def _load_or_create_state(context: PrepareContext, resume: bool) -> PrepareState
 
 
 def _files_of_preparation(folder: Path) -> set[str]:
-    """Return the names of all files that an interrupted preparation can leave in a folder."""
+    """Return the names of all files that an interrupted preparation of a dataset can leave in a folder."""
+    # These files are first written under a name with the suffix `io.PARTIAL`, and then renamed.
     atomic_files = {UNFINISHED_FILE, TOKENIZER_FILE, CHECKSUM_CACHE_FILE}
     names = set(atomic_files)
     names.update(name + io.PARTIAL for name in atomic_files)
     for split in SPLITS:
-        names.add(bin_path(folder, split).name)
-        names.add(offsets_path(folder, split).name)
+        names.add(bin_path(folder, split).name)  # the tokens
+        names.add(offsets_path(folder, split).name)  # the position of the first token of each document
     return names
 
 
 def _choose_splits_and_tokenizer(context: PrepareContext, state: PrepareState) -> PrepareState:
     """Choose the rule that assigns documents to splits, train or load the tokenizer, and store both.
 
-    If the corpus or the tokenizer cannot be used, the folder is removed.
+    The splits are "train", "valid" and "test". If the corpus or the tokenizer cannot be used, the folder is removed.
 
     Returns:
         The new state.
@@ -285,8 +286,9 @@ def _choose_splits_and_tokenizer(context: PrepareContext, state: PrepareState) -
         return write_prepare_state(
             context.folder,
             state,
-            ready=True,
+            ready=True,  # The splits and the tokenizer are chosen.
             missing=splitter.missing,
+            # A document goes to test or valid if the hash of its text is below these bounds.
             test_below=splitter.test_below,
             valid_below=splitter.valid_below,
         )
@@ -310,7 +312,8 @@ def _make_tokenizer(context: PrepareContext, splitter: Splitter) -> Tokenizer:
 
     Args:
         context: The settings and the corpus.
-        splitter: The rule for the splits. A tokenizer is trained on training documents only.
+        splitter: The rule that assigns documents to the splits "train", "valid" and "test". A tokenizer is trained on
+            training documents only.
     """
     name = context.config.tokenizer
     vocab_size = context.config.vocab_size
@@ -318,7 +321,7 @@ def _make_tokenizer(context: PrepareContext, splitter: Splitter) -> Tokenizer:
     if name not in tokenizers:
         return load_tokenizer(Path(name))
     tokenizer_class = tokenizers.get(name)
-    if not tokenizer_class.sized:
+    if not tokenizer_class.sized:  # The vocabulary size is fixed, so no training is needed.
         return tokenizer_class.build((), vocab_size, None)
     if "train" not in corpus.splits:
         raise InputError(
@@ -374,12 +377,14 @@ def _encode_corpus(context: PrepareContext, state: PrepareState) -> tuple[Prepar
 
 
 def iter_chunks(corpus: Corpus, splitter: Splitter, cursor: Any, errors: Errors) -> Iterator[Chunk]:
-    """Yield the documents of a corpus in chunks of at least `CHUNK_CHARACTERS` characters.
+    """Yield the documents of a corpus in chunks of at least `CHUNK_CHARACTERS` characters. The last can be smaller.
+
+    A chunk consists of pairs (split, text), and the cursor (position in the corpus) after its last document.
 
     Args:
         corpus: The corpus.
-        splitter: The rule that assigns documents to splits.
-        cursor: The cursor of the last document that was read before, or None.
+        splitter: The rule that assigns documents to the splits "train", "valid" and "test".
+        cursor: The cursor of the last document that was read before. None starts at the first document.
         errors: What happens to bytes that are not valid UTF-8.
     """
     documents: list[tuple[str, str]] = []
@@ -398,7 +403,11 @@ def iter_chunks(corpus: Corpus, splitter: Splitter, cursor: Any, errors: Errors)
 
 
 def _finish(context: PrepareContext, state: PrepareState) -> PreparedDataset:
-    """Compute the checksums and write meta.json, which marks the folder as complete.
+    """Compute the checksums and write meta.json, which marks the dataset folder as complete.
+
+    Args:
+        context: The settings, the folder and the corpus.
+        state: The state of the preparation, with the number of tokens and documents in each split.
 
     Returns:
         The open dataset.
@@ -432,7 +441,7 @@ def _finish(context: PrepareContext, state: PrepareState) -> PreparedDataset:
 
 
 def _require_tokens(context: PrepareContext, state: PrepareState) -> None:
-    """Raise `InputError` if a split has no tokens."""
+    """Raise `InputError` if a split (train, valid or test) has no tokens."""
     empty_splits = [name for name, split in state.splits.items() if split.tokens == 0]
     if empty_splits:
         document_count = sum(split.documents for split in state.splits.values())
@@ -457,7 +466,12 @@ def _report(context: PrepareContext, prepared: PreparedDataset, bytes_per_second
 
 
 def _describe_source(context: PrepareContext, splits: list[SplitMeta]) -> str:
-    """Describe what was read: "2 files, 1,234 documents, 5.6 MB". A streamed corpus has no files."""
+    """Describe what was read: "2 files, 1,234 documents, 5.6 MB". A streamed corpus has no files.
+
+    Args:
+        context: The settings and the corpus.
+        splits: The counts of documents and bytes in each split of the dataset (train, valid and test).
+    """
     megabytes = sum(split.bytes for split in splits) / 1e6
     documents = sum(split.documents for split in splits)
     description = f"{documents:,} documents, {megabytes:.1f} MB"

@@ -97,9 +97,11 @@ class TokenWriter:
     def __init__(self, folder: Path, state: PrepareState, splits: tuple[str, ...], token_bytes: int) -> None:
         self.folder = folder
         self.state = state
+        # The number of tokens, words, bytes and documents that were written to each split.
         self._counts = {name: state.splits.get(name, SplitMeta()) for name in splits}
         self._files: dict[Path, BinaryIO] = {}
         offset_bytes = np.dtype(OFFSET_TYPE).itemsize
+        # Anything that was written after the last stored state is cut off.
         for name, counts in self._counts.items():
             self._open_at(bin_path(folder, name), counts.tokens * token_bytes)
             self._open_at(offsets_path(folder, name), counts.documents * offset_bytes)
@@ -116,7 +118,7 @@ class TokenWriter:
         self._files[path] = path.open("ab")
 
     def append(self, encoded: dict[str, EncodedChunk]) -> None:
-        """Append the encoded documents of a chunk. They are not durable before the next `commit`.
+        """Append the encoded documents of a chunk. If the process is killed before the next `commit`, they are lost.
 
         Args:
             encoded: The encoded documents of each split.
@@ -125,6 +127,7 @@ class TokenWriter:
             counts = self._counts[name]
             lengths = np.array(chunk.lengths, dtype=np.int64)
             # A document starts after all tokens of the documents before it. `cumsum` includes the document itself.
+            # For example, documents of the lengths 3 and 5 in an empty file start at 0 and 3.
             starts = counts.tokens + np.cumsum(lengths) - lengths
             self._files[bin_path(self.folder, name)].write(chunk.tokens)
             self._files[offsets_path(self.folder, name)].write(starts.astype(OFFSET_TYPE).tobytes())
@@ -139,8 +142,8 @@ class TokenWriter:
         """Flush all files and store the state. A preparation that is killed later continues from here.
 
         Args:
-            cursor: The cursor of the last document that was appended.
-            bytes_read: How much of the corpus was read.
+            cursor: The position in the corpus after the last document that was appended.
+            bytes_read: How much of the corpus was read, for the progress bar.
         """
         for file in self._files.values():
             file.flush()
@@ -192,10 +195,10 @@ class PrepareProgress:
         self._bar = None
 
     def start_stage(self, name: str, total_bytes: int | None, bytes_done: int = 0) -> None:
-        """Start a new bar for one stage of the preparation.
+        """Replace the progress bar by a bar for the next stage of the preparation, if a bar is shown.
 
         Args:
-            name: The name of the stage.
+            name: The name of the stage, such as "checksums".
             total_bytes: The amount of work in bytes, or None if it is unknown.
             bytes_done: How much of the work was done before.
         """

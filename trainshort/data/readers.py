@@ -28,7 +28,14 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 
 def file_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
-    """Yield a complete text file as one record. Nothing is yielded if a cursor shows that the file was read before."""
+    """Yield a complete text file as one record.
+
+    Args:
+        path: The text file.
+        cursor: None, or the position where reading continues. It is only given if the file was read completely before,
+            so nothing is yielded.
+        errors: What happens to bytes that are not valid UTF-8.
+    """
     if cursor is not None:
         return
     with _open_at(path) as file:
@@ -38,7 +45,9 @@ def file_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record
 
 
 def text_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
-    """Yield the lines of a text file. Lines that are longer than `MAX_LINE_BYTES` are cut.
+    """Yield the lines of a text file. Lines that are longer than `MAX_LINE_BYTES` are cut into several records.
+
+    A record is a text, the byte offset after the text (the cursor), and the number of bytes that were read.
 
     Args:
         path: The text file.
@@ -110,6 +119,7 @@ def _find_paragraph_end(buffer: bytes, start: int, min_bytes: int) -> int:
         return blank_line.end()
     if len(buffer) <= latest:
         return len(buffer)
+    # The buffer contains more than the longest possible piece, so the piece must end before the end of the buffer.
     last_newline = buffer.rfind(b"\n", earliest, latest)
     if last_newline >= 0:
         return last_newline + 1
@@ -119,8 +129,12 @@ def _find_paragraph_end(buffer: bytes, start: int, min_bytes: int) -> int:
 def _find_cut(line: bytes) -> int:
     """Return the position where a line that is too long can be cut.
 
-    The position is after the last space in the second half of the line. Without such a space, the position is the end
-    of the line, or the start of the last UTF-8 character if the character is incomplete.
+    Args:
+        line: The first bytes of the line. The last UTF-8 character can be incomplete.
+
+    Returns:
+        The position after the last space in the second half of `line`. Without such a space, the start of the last
+        UTF-8 character with several bytes if it starts in the last three bytes, and otherwise the end of `line`.
     """
     last_space = line.rfind(b" ", len(line) // 2)
     if last_space >= 0:
@@ -134,7 +148,7 @@ def _find_cut(line: bytes) -> int:
 
 
 def jsonl_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Record]:
-    """Yield the field "text" of each record of a JSON Lines file.
+    """Yield the field "text" of each object of a JSON Lines file. Blank lines are skipped.
 
     Args:
         path: The file. Each line holds a JSON object.
@@ -147,7 +161,7 @@ def jsonl_rows(path: Path, cursor: int | None, errors: Errors) -> Iterator[Recor
     offset = cursor or 0
     with _open_at(path, offset) as file:
         while True:
-            line = file.readline(MAX_RECORD_BYTES + 1)
+            line = file.readline(MAX_RECORD_BYTES + 1)  # One more byte shows that a line is too long.
             if not line:
                 return
             if len(line) > MAX_RECORD_BYTES:
@@ -290,6 +304,7 @@ def _open_parquet(path: Path) -> Any:
     if "text" not in column_names:
         raise InputError(f"{path}: expected a column 'text', got the columns {', '.join(column_names)}.")
     column_type = table.schema_arrow.field("text").type
+    # There are several types of strings. The cast of an empty array fails if the values of the type are not strings.
     try:
         pyarrow.array([], column_type).cast(pyarrow.binary())
     except pyarrow.ArrowNotImplementedError:

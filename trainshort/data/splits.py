@@ -43,7 +43,11 @@ class Splitter:
     valid_below: int = 0
 
     def split(self, document: Document) -> str:
-        """Return the split of a document: "train", "valid" or "test"."""
+        """Return the split of a document: "train", "valid" or "test".
+
+        Splits that the corpus lacks (`missing`) are made from training documents. The hash of its text decides whether
+        a training document moves to such a split, so a document always gets the same split.
+        """
         if document.split != "train" or not self.missing:
             return document.split
         document_hash = hash_text(document.text)

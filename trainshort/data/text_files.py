@@ -94,7 +94,7 @@ class FileCorpus:
 
     @property
     def document_size(self) -> int:
-        """The smallest size of the documents into which a plain text is cut.
+        """The smallest size, in bytes, of the documents into which a plain text is cut.
 
         Small texts are cut into smaller documents, so that there are enough documents for three splits.
         """
@@ -105,7 +105,8 @@ class FileCorpus:
         """Yield all documents after a position.
 
         Args:
-            cursor: The cursor of the last document that was read before. None starts at the first file.
+            cursor: The position after the last document that was read before: the index of its file and the position in
+                the file. None starts at the first file.
             errors: What happens to bytes that are not valid UTF-8.
         """
         first_index, cursor_in_file = cursor or (0, None)
@@ -119,10 +120,10 @@ class FileCorpus:
             cursor_in_file = None  # All later files are read from the start.
 
     def _read_file(self, file: TextFile, cursor: Any, errors: Errors) -> Iterator[Record]:
-        """Return one record for each document of a file.
+        """Return one record (the text and its position in the file) for each document of a file.
 
         Args:
-            file: The file.
+            file: The file. Its kind says what becomes a document, for example the whole file or each WikiText article.
             cursor: The position in the file after the last document that was read before, or None for the start.
             errors: What happens to bytes that are not valid UTF-8.
         """
@@ -197,7 +198,8 @@ def folder_corpus(name: str, folder: Path, kind: DocumentKind | None = None) -> 
     Args:
         name: The name of the corpus.
         folder: The folder.
-        kind: What becomes a document. By default, the kind is chosen for each file.
+        kind: What becomes a document, for example "whole" (each file) or "rows" (each row of a table). By default, the
+            kind is chosen for each file.
 
     Raises:
         InputError: If the folder contains no text file, or if the files are empty.
@@ -233,6 +235,7 @@ def select_text_files(paths: list[Path], root: Path | None = None) -> tuple[list
             else:
                 skipped[_relative_name(path, root)] = reason
 
+    # A README next to files that are named train, valid or test describes the corpus, and is not part of it.
     for path in _find_readme_files(text_files, root):
         skipped[_relative_name(path, root)] = "in a folder of files that are named train, valid or test"
         text_files.remove(path)
@@ -261,7 +264,11 @@ def _hidden_part(path: Path, root: Path | None) -> str | None:
 def _find_readme_files(text_files: list[Path], root: Path | None) -> list[Path]:
     """Return the Markdown files that describe a corpus with splits, such as its README.md.
 
-    The result is empty unless all other files are named train, valid or test.
+    The result is empty unless there are at least two other files, and all of them are named train, valid or test.
+
+    Args:
+        text_files: All text files of the corpus.
+        root: The folder that the user named, if any. Only the names of folders below `root` count.
     """
     other_files = [path for path in text_files if suffix(path) != ".md"]
     has_splits = len(other_files) > 1 and all(_split_from_name(path, root) for path in other_files)
@@ -293,7 +300,7 @@ def _relative_name(path: Path, root: Path | None) -> str:
 
 
 def _split_from_name(path: Path, root: Path | None) -> str | None:
-    """Return the split that the name of a file or of one of its folders contains, or None.
+    """Return the split ("train", "valid" or "test") after which a file or one of its folders is named, or None.
 
     Args:
         path: The file.
@@ -311,17 +318,18 @@ def _split_from_name(path: Path, root: Path | None) -> str | None:
 
 
 def _detect_kind(path: Path) -> DocumentKind:
-    """Return how a file is split into documents, for example one document per row.
+    """Return how a text file is split into documents: into rows, stretches of plain text, or WikiText articles.
 
-    A file of WikiText is recognized by an article title in its first three lines.
+    "rows" makes each row of a table a document. "stretches" cuts a plain text after paragraphs. A file of WikiText is
+    recognized by an article title, such as " = Title = ", in its first three lines.
     """
     if suffix(path) == ".jsonl":
         return "rows"
     if suffix(path) == ".parquet":
-        records = parquet_rows(path, None, "replace")
+        records = parquet_rows(path, cursor=None, errors="replace")
         default_kind: DocumentKind = "rows"
     else:
-        records = text_rows(path, None, "replace")
+        records = text_rows(path, cursor=None, errors="replace")
         default_kind = "stretches"
     first_records = islice(records, 3)
     has_title = any(HEADING.fullmatch(record.text) for record in first_records)

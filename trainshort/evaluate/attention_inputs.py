@@ -36,6 +36,8 @@ def attention_calls(
     def record_call(layer: Attention, arguments: tuple[Any, ...]) -> None:
         """Forward pre-hook: compute and store the attention call that the layer will make.
 
+        An attention call consists of the queries, keys, values and masks that the attention function receives.
+
         Args:
             layer: The attention layer.
             arguments: The positional arguments of the layer's `forward`.
@@ -61,7 +63,10 @@ def attention_calls(
 
 
 def _concatenate_chunks(calls: list[AttentionCall]) -> AttentionCall:
-    """Combine the calls of one layer for consecutive chunks of a text into one call for all tokens."""
+    """Combine the attention calls of one layer for consecutive chunks of a text into one call for all tokens.
+
+    The bias is that of the last call. Dimension 2 of the queries, keys and values is the position in the text.
+    """
     last_call = calls[-1]
     if len(calls) == 1:
         return last_call

@@ -52,7 +52,7 @@ def new_evaluation(target: Target, text: Text, plan: Sweep, precision: str) -> E
     }
     is_encoder = target.mask is not None
     if is_encoder:
-        # Each evaluation round masks one of `MASK_ROUNDS` tokens.
+        # An encoder predicts masked tokens. It reads the text in rounds, and each round masks another share of them.
         protocol["masked"] = f"1 in {MASK_ROUNDS}"
     return Evaluation(
         target=target.description(),
@@ -147,8 +147,13 @@ def evaluate(
 
 
 def _check_plan(target: Target, plan: Sweep) -> None:
-    """Raise `InputError` if the model cannot be evaluated at the lengths and with the settings of a plan."""
-    is_encoder = target.mask is not None
+    """Raise `InputError` if the model cannot be evaluated at the lengths and with the settings of a plan.
+
+    Args:
+        target: The model.
+        plan: The input lengths, the stride, and the override (a change of the trained model) of the evaluation.
+    """
+    is_encoder = target.mask is not None  # Only encoders (masked language models) have a mask token.
     if is_encoder and plan.stride is not None:
         raise InputError("Encoders are evaluated without overlap and do not support --stride. Leave out --stride.")
     if not plan.lengths:
@@ -269,7 +274,7 @@ def result_table(evaluation: Evaluation, lengths: Sequence[int]) -> Table:
 
     Args:
         evaluation: The evaluation with the results.
-        lengths: The input lengths to show.
+        lengths: The input lengths to show. Other lengths in the evaluation are left out.
     """
     table = Table(title=escape_for_output(_table_title(evaluation)), title_justify="left", box=None, pad_edge=False)
     columns = ("length", evaluation.metric_name, "95 %", "per word", "bits/byte", "tokens/s", "memory")
@@ -289,9 +294,9 @@ def _table_title(evaluation: Evaluation) -> str:
     if corpus["split"]:
         text += f" ({corpus['split']})"
     settings = f"stride {protocol['stride']}" if protocol["stride"] else "non-overlapping"
-    if protocol.get("masked"):
+    if protocol.get("masked"):  # for example "1 in 7", only for encoders
         settings += f", {protocol['masked']} tokens masked"
-    if protocol["slopes"]:
+    if protocol["slopes"]:  # a change of the trained model, for example "ntk=4"
         settings += f", slopes {protocol['slopes']}"
     return f"{evaluation.target['name']} on {text}: {corpus['tokens']:,} targets, {settings}"
 

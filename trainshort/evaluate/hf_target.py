@@ -75,15 +75,17 @@ class HuggingFaceTarget(Target):
         config = self.model.config.get_text_config()
         declared_length = _find_declared_length(config)
         # Models that trainshort exported store their training length as `trained_at`. For all other models, the best
-        # guess is the maximum length that the config declares.
+        # guess is the maximum length that the config declares. Both can be missing.
         stored_length = getattr(config, "trained_at", None)
         self.trained_at = stored_length if isinstance(stored_length, int) else declared_length
         self.max_length = _find_position_table_length(self.model, declared_length)
         self.vocab_size = config.vocab_size
 
         short_name = Path(name).name if Path(name).is_dir() else name
+        # The folder for results. Characters that are not safe in file names are replaced by hyphens.
         self.folder = Path("runs") / re.sub(r"[^\w.]+", "-", short_name)
 
+        # A forward pass with a few tokens shows whether the logits are computed by a separate head.
         probe_tokens, probe_logits = _compute_probe_logits(name, self.model, self.vocab_size)
         self._body_and_head = _split_body_and_head(self.model, probe_tokens, probe_logits)
 
@@ -114,7 +116,7 @@ class HuggingFaceTarget(Target):
             return self._token_nll_from_full_logits(tokens, targets, first)
 
         body, head = self._body_and_head
-        hidden = body(input_ids=tokens, use_cache=False)[0][:, first:]
+        hidden = body(input_ids=tokens, use_cache=False)[0][:, first:]  # shape (batch, scored, width)
         slice_size = max(1, SLICE_ELEMENTS // self.vocab_size)
         hidden_slices = hidden.flatten(0, 1).split(slice_size)
         target_slices = targets[:, first:].flatten().split(slice_size)
@@ -126,7 +128,10 @@ class HuggingFaceTarget(Target):
     def _token_nll_from_full_logits(
         self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], first: int
     ) -> Float[Tensor, "batch scored"]:
-        """Compute the losses of a model whose body and head cannot be separated, one sequence at a time."""
+        """Compute the losses of a model whose body and head cannot be separated, one sequence at a time.
+
+        The arguments are those of `token_nll`: the inputs, the targets, and the first position that is scored.
+        """
         num_scored = tokens.shape[1] - first
         options: dict[str, Any] = {"use_cache": False}
         # Many models can compute the logits of the last positions only, which needs less memory.
@@ -134,7 +139,7 @@ class HuggingFaceTarget(Target):
             options["logits_to_keep"] = num_scored
         losses: list[Tensor] = []
         for sequence, sequence_targets in zip(tokens, targets, strict=True):
-            logits = self.model(input_ids=sequence[None], **options).logits[0, -num_scored:]
+            logits = self.model(input_ids=sequence[None], **options).logits[0, -num_scored:]  # shape (scored, vocab)
             losses.append(_cross_entropy(logits, sequence_targets[first:]))
         return torch.stack(losses)
 
@@ -153,10 +158,10 @@ class HuggingFaceTarget(Target):
             yield
 
     def length_error_reason(self, error: Exception, length: int) -> str | None:
-        """Return why the model does not support an input length (see `Target.length_error_reason`).
+        """Return why the model does not support an input length, or None if an error has another cause.
 
-        Past the length that the config declares, models fail in different ways, for example with an index outside of a
-        table. An error at a shorter length has another cause, and the result is None.
+        Inputs that are longer than the config declares make models fail in different ways, for example with an index
+        outside of a table. An error at a shorter length has another cause.
         """
         exceeds_length = self.trained_at is not None and length > self.trained_at
         if not exceeds_length or not isinstance(error, IndexError | RuntimeError):
@@ -289,6 +294,7 @@ def check_settings(name: str, settings: Any) -> None:
     if not isinstance(settings, dict):
         return
     for key, value in settings.items():
+        # For example, the key "_attn_implementation" selects the code that computes the attention.
         selects_implementation = key.strip("_").startswith(("attn_implementation", "experts_implementation"))
         # transformers downloads and runs the code of an implementation of the form "owner/repository".
         if selects_implementation and "/" in str(value):
@@ -326,8 +332,9 @@ def _load_model(source: str, precision: str) -> Any:
 def _find_source(name: str) -> str:
     """Return the folder or the name from which transformers can load a model.
 
-    If the Hugging Face Hub is not reachable, the source is the folder of an earlier download. Otherwise transformers
-    would try to reach the Hub for half a minute.
+    The name is returned unchanged if it is a folder, or if the Hugging Face Hub can be reached. If the Hub cannot be
+    reached, the folder of an earlier download is returned, because transformers would try to reach the Hub for half a
+    minute.
     """
     require_package("transformers", "Evaluating Hugging Face models", "trainshort[hf]")
     if Path(name).is_dir() or is_hub_reachable():
@@ -362,7 +369,10 @@ def _reject_pickles(name: str) -> None:
 
 
 def _find_declared_length(config: Any) -> int | None:
-    """Return the length that a Hugging Face config declares, or None if it declares no length."""
+    """Return the maximum input length that a Hugging Face config declares, or None if it declares no length.
+
+    The setting has different names, such as `max_position_embeddings`. The first name that the config contains counts.
+    """
     for name in LENGTH_SETTINGS:
         length = getattr(config, name, None)
         if isinstance(length, int):
@@ -381,7 +391,7 @@ def _find_position_table_length(model: nn.Module, declared_length: int | None) -
         The length, or None if the model has no learned position table.
     """
     for name, module in model.named_modules():
-        last_name = name.rpartition(".")[2]
+        last_name = name.rpartition(".")[2]  # "wpe" for the name "transformer.wpe"
         is_position_table = "position" in last_name or last_name == "wpe"
         if isinstance(module, nn.Embedding) and is_position_table:
             if declared_length is None:
@@ -434,6 +444,8 @@ def _split_body_and_head(
 ) -> tuple[nn.Module, nn.Module] | None:
     """Return the body and the head of a model, if the logits are the head applied to the output of the body.
 
+    The body computes hidden vectors, and the head is the last linear layer, which computes logits from them.
+
     Args:
         model: The model.
         tokens: A test input.
@@ -456,12 +468,12 @@ def _split_body_and_head(
 
 
 def _relative_rounding_error(model: nn.Module) -> float:
-    """Return by how much logits may differ through rounding, relative to the largest logit.
+    """Return by how much two computations of the same logits may differ, relative to the largest logit.
 
-    Two computations of the same logits can round differently. The tolerance is 16 times the precision of the dtype,
-    because the rounding errors of many operations add up.
+    Different orders of the same operations are rounded differently. The tolerance is 16 times the precision of the
+    dtype of the model, because the rounding errors of many operations add up.
     """
-    dtype = next(model.parameters()).dtype
+    dtype = next(model.parameters()).dtype  # The first parameter stands for all parameters of the model.
     return 16 * torch.finfo(dtype).eps
 
 

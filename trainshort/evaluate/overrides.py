@@ -142,8 +142,8 @@ def _is_valid_value(option: str, method: str, *, has_equals_sign: bool, number: 
     """Return whether a command-line value such as "yarn=4" is valid.
 
     Args:
-        option: The option that the value belongs to.
-        method: The part of the value before the equals sign.
+        option: The command-line option that the value belongs to, such as "rotary" for `--rotary yarn=4`.
+        method: The part of the value before the equals sign, such as "yarn".
         has_equals_sign: Whether the value has an equals sign.
         number: The number after the equals sign, or None if it is missing or not a number.
     """
@@ -151,14 +151,14 @@ def _is_valid_value(option: str, method: str, *, has_equals_sign: bool, number: 
     if method not in minimums:
         return False
     minimum = minimums[method]
-    if minimum is None:
+    if minimum is None:  # The method takes no number.
         return not has_equals_sign
     if number is None:
         return False
     if method in METHODS_WITH_TOKEN_COUNT and not number.is_integer():
         return False
     if method == "max_bias":
-        return number > minimum
+        return number > minimum  # Only for this method, the minimum itself is not allowed.
     return number >= minimum
 
 
@@ -187,6 +187,7 @@ def compute_override_slopes(
             return trained_slopes * min(1.0, trained_at / length)
         case "ntk":
             # The rank of the steepest slope is 0, and the rank of the flattest slope is heads - 1.
+            # `argsort` twice gives the rank of each slope.
             ranks = trained_slopes.argsort(descending=True).argsort().to(trained_slopes.dtype)
             max_rank = max(1, len(trained_slopes) - 1)
             return trained_slopes * override.value ** (-ranks / max_rank)
@@ -199,6 +200,8 @@ def compute_override_slopes(
 @contextmanager
 def apply_override(model: TransformerLM, override: Override, trained_at: int, length: int) -> Iterator[None]:
     """Context manager: run a model with an override. The model is restored when the block ends.
+
+    An override is a change of a trained model, such as other ALiBi slopes, without further training.
 
     Args:
         model: The model.
@@ -226,13 +229,16 @@ def apply_override(model: TransformerLM, override: Override, trained_at: int, le
 
 
 def _override_slopes(stack: ExitStack, model: TransformerLM, override: Override, trained_at: int, length: int) -> None:
-    """Replace the ALiBi bias of a model until `stack` is closed. The arguments are those of `apply_override`."""
+    """Replace the ALiBi slopes of a model until `stack` is closed. The other arguments are those of `apply_override`.
+
+    `InputError` is raised if the model has no ALiBi slopes, or if it has separate slopes for tokens after the query.
+    """
     trained_slopes = model.position.linear_slopes()
     position_name = model.config.position
     if trained_slopes is None:
         raise InputError(f"--slopes requires a model with ALiBi positions, got position='{position_name}'.")
     bias = model.position.score_bias(1)  # The kind of the bias is the same for every number of keys.
-    if bias is not None and bias.right is not None:
+    if bias is not None and bias.right is not None:  # `right` holds the slopes for tokens after the query.
         raise InputError(
             f"--slopes does not support position='{position_name}', which has separate slopes for later tokens."
         )
@@ -244,7 +250,10 @@ def _override_slopes(stack: ExitStack, model: TransformerLM, override: Override,
 
 
 def _override_rotary(stack: ExitStack, model: TransformerLM, override: Override, trained_at: int, length: int) -> None:
-    """Scale the rotary frequencies of a model until `stack` is closed. The arguments are those of `apply_override`."""
+    """Scale the rotary frequencies of a model until `stack` is closed.
+
+    The other arguments are those of `apply_override`.
+    """
     if not isinstance(model.position, Rotary):
         raise InputError(
             f"--rotary requires a model with rotary or xpos positions, got position='{model.config.position}'."

@@ -86,9 +86,9 @@ def lengths_figure(evaluations: Sequence[Evaluation]) -> Figure:
 
 
 def _perplexity_series(evaluation: Evaluation, color: str) -> Series:
-    """Return the line of an evaluation in the figure of perplexity by input length."""
+    """Return the line of an evaluation in the figure of perplexity by input length, with its 95 % band."""
     rows = evaluation.scored
-    loss_intervals = [interval(row) for row in rows]
+    loss_intervals = [interval(row) for row in rows]  # None if the text is too short for an interval
     known_intervals = [loss_interval for loss_interval in loss_intervals if loss_interval is not None]
     lower_ends: tuple[float, ...] = ()
     upper_ends: tuple[float, ...] = ()
@@ -107,7 +107,10 @@ def _perplexity_series(evaluation: Evaluation, color: str) -> Series:
 
 
 def positions_figure(evaluation: Evaluation) -> Figure:
-    """Return a figure of the mean loss by position in the input, for some of the evaluated lengths."""
+    """Return a figure of the mean loss by position in the input, for some of the evaluated lengths.
+
+    A bin contains the mean loss of neighboring positions. A vertical line marks the training length.
+    """
     bins_by_length = {row.length: pool_bins(row) for row in evaluation.scored}
     lengths_with_bins = [length for length, bins in bins_by_length.items() if bins]
     shown_lengths = _spread_evenly(lengths_with_bins, len(LENGTH_COLORS))
@@ -142,7 +145,13 @@ def _spread_evenly(lengths: list[int], max_count: int) -> list[int]:
 
 
 def _loss_series(name: str, bins: list[Bin], color: str) -> Series:
-    """Return a line of the mean loss by position, with its 95 % intervals."""
+    """Return a line of the mean loss by position, with its 95 % intervals.
+
+    Args:
+        name: The name of the line in the legend.
+        bins: The mean loss of neighboring positions, in the order of the positions. Each bin is a point of the line.
+        color: The color of the line.
+    """
     lower_ends, upper_ends = bounds(bins)
     return Series(
         name=name,

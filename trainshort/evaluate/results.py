@@ -93,7 +93,10 @@ class LengthScore(StrictConfig):
 
     @property
     def speed(self) -> float | None:
-        """Return the number of targets that were scored per second, or None if the time is unknown."""
+        """Return the number of targets that were scored per second, or None if the time is unknown.
+
+        `timed` is the number of targets that were scored during the measured time (`seconds`).
+        """
         if self.timed == 0 or self.seconds == 0:
             return None
         return self.timed / self.seconds
@@ -187,7 +190,9 @@ class Evaluation(StrictConfig):
 
 
 def summarize(passes: Passes, nll: np.ndarray) -> LengthScore:
-    """Create the result at one length from the losses of all targets.
+    """Create the result of an evaluation at one input length from the losses of all targets.
+
+    A target is a token that the model predicts. A pass is one forward pass, which reads one window of the text.
 
     Args:
         passes: The passes that were made over the text.
@@ -210,8 +215,9 @@ def summarize(passes: Passes, nll: np.ndarray) -> LengthScore:
         reason = f"{num_not_finite:,} of {len(nll):,} targets have a loss that is not a finite number"
         return row.replace(status="not finite", reason=reason)
 
+    # The sums of squares are stored, so that the variance of the losses at each position can be computed later.
     squared_bins = sum_by_position(passes, losses**2)
-    squared_sums = tuple(squared_sum for _, _, _, squared_sum in squared_bins)
+    squared_sums = tuple(squared_sum for _, _, _, squared_sum in squared_bins)  # one sum for each bin of positions
     return row.replace(
         nll=float(losses.sum()),
         blocks=sum_by_span(losses),
@@ -238,6 +244,9 @@ def sum_by_span(losses: np.ndarray) -> tuple[tuple[int, float], ...]:
 def sum_by_position(passes: Passes, losses: np.ndarray) -> tuple[tuple[int, int, int, float], ...]:
     """Sum the losses of all targets by their position in the pass that scores them.
 
+    A pass reads one window of the text, and scores (computes the losses of) the targets at the end of the window.
+    Neighboring positions are combined in a bin.
+
     Args:
         passes: The passes over the text.
         losses: The loss of each target, in the order of the text.
@@ -246,7 +255,7 @@ def sum_by_position(passes: Passes, losses: np.ndarray) -> tuple[tuple[int, int,
         First position, last position + 1, number of targets and sum of their losses, for each bin of positions. Bins
         without targets are left out.
     """
-    edges = position_edges(passes.length)
+    edges = position_edges(passes.length)  # for example [0, 1, 2, 3, 4, 5, 6, 7, 8, 10] for the length 10
     num_bins = len(edges) - 1
     bin_indices = np.digitize(passes.positions(), edges) - 1
     counts = np.bincount(bin_indices, minlength=num_bins).tolist()
@@ -265,7 +274,8 @@ def sum_by_position(passes: Passes, losses: np.ndarray) -> tuple[tuple[int, int,
 def interval(row: LengthScore, other: LengthScore | None = None) -> Interval | None:
     """Return the 95 % bootstrap interval of a mean loss, or of the difference between two mean losses.
 
-    The interval of a difference is much narrower, because both results are compared span by span on the same text.
+    A span is a consecutive part of the text. The interval of a difference is usually much narrower, because both
+    results are compared span by span: a span that is hard to predict raises both losses.
 
     Args:
         row: The result at one length.
@@ -308,9 +318,10 @@ def bootstrap_interval(sums: np.ndarray, counts: np.ndarray | None = None) -> In
     num_groups = len(sums)
     if num_groups < 2:
         return None
-    weights = np.ones(num_groups) if counts is None else counts.astype(np.float64)
+    weights = np.ones(num_groups) if counts is None else counts.astype(np.float64)  # values in each group
     rng = np.random.default_rng(0)
     drawn_groups = rng.integers(num_groups, size=(BOOTSTRAP_RESAMPLES, num_groups))
+    # Each row of `drawn_groups` is one resample, so `means` has one mean for each resample.
     drawn_sums = sums.astype(np.float64)[drawn_groups].sum(axis=1)
     means = drawn_sums / weights[drawn_groups].sum(axis=1)
     lower_quantile = (1 - CONFIDENCE_LEVEL) / 2
@@ -389,7 +400,7 @@ def _is_outdated(evaluation: Evaluation, best: int | None) -> bool:
     """Return whether an evaluation of the best checkpoint is outdated, because another checkpoint is the best now.
 
     Args:
-        evaluation: The evaluation. An evaluation of a chosen checkpoint is never outdated.
+        evaluation: The evaluation. If the user chose a certain checkpoint for it, it is never outdated.
         best: The training step of the checkpoint that is the best now, or None if it is unknown.
     """
     evaluates_best_checkpoint = evaluation.target["kind"] == "run"
@@ -412,6 +423,7 @@ def best_step(folder: Path) -> int | None:
     for state in read_checkpoint_states(folder):
         try:
             step = int(state["step"])
+            # The mean validation loss: the sum of the losses divided by the number of predicted tokens.
             losses[step] = state["valid_nll"] / state["valid_count"]
         except (ValueError, KeyError, TypeError, ZeroDivisionError):
             continue  # The checkpoint was not validated, or is damaged. Loading a damaged checkpoint raises an error.
@@ -452,16 +464,19 @@ class Query:
         return self._has_same_weights(evaluation) and self._has_same_text(evaluation)
 
     def _has_same_weights(self, evaluation: Evaluation) -> bool:
-        """Return whether the checkpoint of this query was evaluated."""
+        """Return whether an evaluation belongs to the checkpoint of this query.
+
+        A query without a step asks for the best checkpoint of the run.
+        """
         kind = evaluation.target["kind"]
         if self.step is None:
             return kind == "run"  # the best checkpoint
         return kind in ("run", "checkpoint") and evaluation.target.get("step") == self.step
 
     def _has_same_text(self, evaluation: Evaluation) -> bool:
-        """Return whether exactly the tokens of this query were scored."""
+        """Return whether an evaluation scored exactly the tokens of this query: its split, cut to its token count."""
         corpus = evaluation.corpus
-        split_tokens = corpus["whole"]  # the number of tokens in the complete split
+        split_tokens = corpus["whole"]  # the number of tokens in the complete split (a part of the data)
         expected_tokens = split_tokens if self.tokens is None else min(self.tokens, split_tokens)
         # "own" says whether the text is the data on which the run was trained.
         is_data_of_run = corpus.get("own", True)
@@ -484,6 +499,7 @@ def select_rows(stored: Iterable[StoredEvaluation], query: Query) -> dict[int, t
         if not query.matches(stored_evaluation.evaluation):
             continue
         for row in stored_evaluation.evaluation.rows:
+            # Later evaluations come later in `stored`, so a later result replaces an earlier one.
             if row.length not in selected or row.status == "scored":
                 selected[row.length] = (row, stored_evaluation.path)
     return dict(sorted(selected.items()))

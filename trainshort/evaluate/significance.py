@@ -164,7 +164,10 @@ class Bin:
         return math.sqrt(max(0.0, variance) / self.count)  # Rounding can make a variance of 0 slightly negative.
 
     def merge(self, next_bin: "Bin") -> "Bin":
-        """Return one bin with the predictions of this bin and of the next bin."""
+        """Return one bin with the predictions of this bin and of the next bin.
+
+        The positions of the new bin begin at the first position of this bin and end where the next bin ends.
+        """
         return Bin(
             first=self.first,
             end=next_bin.end,
@@ -177,6 +180,7 @@ class Bin:
 def pool_bins(row: LengthScore) -> list[Bin]:
     """Return the losses by position, with bins that have at least `MIN_PREDICTIONS_PER_BIN` predictions.
 
+    A bin holds the number, the sum and the sum of squares of the losses at neighboring positions in the input.
     Neighboring bins are merged until each bin has enough predictions. If the last bin is too small, it is merged with
     the bin before.
 
@@ -207,7 +211,7 @@ def describe_change_past_training(bins: list[Bin], trained: int) -> str:
     The mean loss past the training length is compared with the mean loss in the second half of the training length.
 
     Args:
-        bins: The losses by position.
+        bins: The losses by position in the input. Each bin combines neighboring positions.
         trained: The training length.
 
     Returns:
@@ -221,10 +225,11 @@ def describe_change_past_training(bins: list[Bin], trained: int) -> str:
     if not bins_before:
         return "has too few predictions before the training length"
 
+    # All bins on each side of the training length are merged into one.
     before = functools.reduce(Bin.merge, bins_before)
     after = functools.reduce(Bin.merge, bins_after)
     change = after.mean - before.mean
-    margin = STANDARD_ERRORS_95 * math.hypot(before.error, after.error)
+    margin = STANDARD_ERRORS_95 * math.hypot(before.error, after.error)  # `error` is the standard error of the mean
     if abs(change) <= max(margin, MIN_LOSS_CHANGE):
         return f"shows no change ({change:+.2f} ± {margin:.2f})"
     verb = "rises" if change > 0 else "falls"
@@ -340,7 +345,10 @@ def _find_longest_good_length(rows: list[LengthScore], is_good: Callable[[Length
 
 
 def _summarize_row(row: LengthScore) -> dict[str, Any]:
-    """Return the entry of the summary file for one length."""
+    """Return the entry of the summary file for the result at one length. Only a scored length has numbers.
+
+    "nll" is the sum of the losses (negative log-likelihoods) of all scored tokens.
+    """
     entry: dict[str, Any] = {"length": row.length, "status": row.status, "reason": row.reason}
     if row.status == "scored":
         entry["tokens"] = row.tokens
@@ -390,7 +398,9 @@ def _format_summary(evaluation: Evaluation, rows: list[LengthScore], no_worse: d
 
 
 def save_summary(summary: dict[str, Any], folder: Path) -> bool:
-    """Write a summary to a run folder, unless the folder has a summary that is based on more text.
+    """Write a summary to a run folder, unless the folder has a summary of the same weights that is based on more text.
+
+    A summary contains the most important results of an evaluation.
 
     Args:
         summary: The summary that `make_summary` returned.

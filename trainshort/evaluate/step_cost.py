@@ -49,6 +49,7 @@ class StepBenchmark:
         # Each row has one more token than the model reads, because the target of a token is the next token.
         batch_shape = (config.train.batch, config.train.length + 1)
         self.tokens = torch.randint(0, vocab_size, batch_shape, device=self.device)
+        # The number of rows in one forward pass. The gradients of several forward passes are added up.
         self.micro_batch = config.train.micro_batch or config.train.batch
         self.num_targets = config.train.batch * config.train.length
 
@@ -131,7 +132,8 @@ def _measure_mode(
         memory_before: The memory in bytes that was in use before the model was created.
 
     Returns:
-        The result of the mode, as `peak` describes it.
+        The status, the seconds of each round, the number of targets per step, the peak memory in bytes, and the part
+        of the peak memory above `memory_before`. Memory that cannot be measured is None.
     """
     peak_memory = PeakMemory(torch.device(device))
     benchmark = StepBenchmark(config, device, None if weights is None else Path(weights))

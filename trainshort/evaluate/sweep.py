@@ -54,7 +54,7 @@ class Sweep:
     max_gigabytes: float | None = None
 
     def passes(self, length: int) -> Passes:
-        """Return the passes over the text at one input length.
+        """Return the passes over the text at one input length. A pass is one forward pass over a window of the text.
 
         Raises:
             InputError: If the length or the stride is invalid, or if a shorter length of the plan already reads the
@@ -68,7 +68,7 @@ class Sweep:
                 f"Length {length:,} gives the same result as length {longest_shorter_length:,}, because the text has "
                 f"only {num_tokens:,} tokens. Use a longer text, a larger --max-tokens, or leave out length {length:,}."
             )
-        stride = length if self.stride is None else self.stride
+        stride = length if self.stride is None else self.stride  # None: the windows do not overlap.
         return Passes(num_tokens, length, stride)
 
 
@@ -118,17 +118,18 @@ def score(
 def score_batch(
     target: Target, tokens: Integer[np.ndarray, " tokens"], batch: Sequence[Pass]
 ) -> Float32[np.ndarray, "passes scored"]:
-    """Compute the losses of all targets of one batch.
+    """Compute the losses of all targets (tokens to predict) of one batch.
 
     Args:
         target: The model.
-        tokens: The text.
-        batch: Passes that read and score equally many tokens.
+        tokens: All tokens of the text.
+        batch: The forward passes of the batch. Each pass reads one window of the text, and scores (computes the losses
+            of) the last targets of the window. All passes read and score equally many tokens.
 
     Returns:
-        The losses of the targets of each pass.
+        The losses. Each row contains the losses of the targets that one pass scores.
     """
-    if target.mask is not None:
+    if target.mask is not None:  # Only encoders have a mask token.
         return score_masked_batch(target, tokens, batch)
     inputs, targets = fill(tokens, batch, target.bos)
     input_ids = torch.from_numpy(inputs).to(target.device)
@@ -149,8 +150,8 @@ def score_masked_batch(
 
     Args:
         target: The encoder.
-        tokens: The text.
-        batch: Passes that read equally many tokens and do not overlap.
+        tokens: All tokens of the text.
+        batch: The windows of the text that the encoder reads. They are equally long and do not overlap.
 
     Returns:
         The loss of each token of each pass.
@@ -176,9 +177,11 @@ def score_length(
 ) -> LengthScore:
     """Evaluate a model at one input length, or resume such an evaluation.
 
+    The text is read in passes. A pass is one forward pass over a window of `length` tokens.
+
     Args:
         target: The model.
-        plan: The plan of the evaluation.
+        plan: The settings of the evaluation, such as the text, the stride and the override (a change of the model).
         length: The input length.
         path: The file that stores the losses until all targets are scored. The file is deleted at the end.
         meter: A progress meter that counts the tokens that are read.
@@ -188,13 +191,14 @@ def score_length(
     """
     passes = plan.passes(length)
     if target.max_length is not None and length > target.max_length:
-        return _failed_row(passes, "cannot", f"the model supports at most {target.max_length:,} tokens")
+        reason = f"the model supports at most {target.max_length:,} tokens"
+        return _failed_row(passes, status="cannot", reason=reason)
     with open_loss_file(path, passes) as loss_file, target.for_length(plan.override, length):
         try:
             row = _score_remaining(target, plan, passes, loss_file, meter or ProgressMeter())
         except (RuntimeError, MemoryError, IndexError) as error:
             row = _row_for_error(error, target, plan, passes)
-            if row is None:
+            if row is None:  # The error has nothing to do with the length or the memory.
                 raise
         path.unlink(missing_ok=True)
     return row
@@ -208,18 +212,19 @@ def _row_for_error(error: Exception, target: Target, plan: Sweep, passes: Passes
     Args:
         error: The error.
         target: The model.
-        plan: The plan of the evaluation.
-        passes: The passes over the text at this length.
+        plan: The settings of the evaluation.
+        passes: The passes (windows of the text that the model reads) at this length.
 
     Returns:
-        The result without losses. None if the error has another cause.
+        The result without losses. Its status is "out of memory", or "cannot" if the model does not support the length.
+        None if the error has another cause.
     """
     if is_out_of_memory(error):
         if plan.max_gigabytes is None:
             reason = "not enough memory"
         else:
             reason = f"the limit of {plan.max_gigabytes:g} GB is not enough memory"
-        return _failed_row(passes, "out of memory", reason)
+        return _failed_row(passes, status="out of memory", reason=reason)
     # A reason is returned only if the model does not support this length.
     reason = target.length_error_reason(error, passes.length)
     if reason is not None:
@@ -278,7 +283,7 @@ def _failed_row(passes: Passes, status: Status, reason: str) -> LengthScore:
 def run_sweep(
     target: Target, plan: Sweep, evaluation: Evaluation, path: Path, meter: ProgressMeter | None = None
 ) -> Evaluation:
-    """Evaluate all lengths of a plan that an evaluation does not contain yet.
+    """Evaluate a model at all input lengths of a plan that an evaluation does not contain yet.
 
     The result file is written after each length, so a stopped sweep can be resumed.
 
@@ -294,6 +299,7 @@ def run_sweep(
     """
     meter = meter or ProgressMeter()
     missing_lengths = [length for length in plan.lengths if evaluation.row(length) is None]
+    # The meter counts all tokens that the model will read. Overlapping windows read a token several times.
     meter.start(sum(plan.passes(length).read for length in missing_lengths))
     for number, length in enumerate(missing_lengths, start=1):
         loss_path = path.with_name(f"{path.stem}.{length}.partial")
@@ -327,7 +333,8 @@ def make_duration_estimate(target: Target, plan: Sweep) -> Callable[[Passes], fl
         plan: The plan of the evaluation.
 
     Returns:
-        A function that returns the estimated seconds of the given passes. It returns 0 if no length could be timed.
+        A function that returns the estimated seconds of given passes (all windows that are read at one input length).
+        The estimate is 0 if no length could be timed.
     """
     timings: list[tuple[int, float]] = []  # pairs of a length and its seconds per token
     for length in _choose_timed_lengths(target, plan):
@@ -372,7 +379,8 @@ def _time_batch(target: Target, plan: Sweep, length: int) -> float | None:
 
     The batch is scored twice, and the second time counts, because the first call of a model is slower.
     """
-    batches = plan.passes(length).batches(min(plan.batch_tokens, CALIBRATION_TOKENS))
+    small_batch_tokens = min(plan.batch_tokens, CALIBRATION_TOKENS)
+    batches = plan.passes(length).batches(small_batch_tokens)
     # If the windows overlap, the first batch has only one pass, and the second batch is larger. The larger batch is
     # timed.
     first_batches = list(islice(batches, 2))
@@ -420,6 +428,7 @@ class LossFile:
         open_file(path).close()  # Raises InputError if the path is not a regular file.
         self.file = path.open("a+b")
         stored_targets = path.stat().st_size // LOSS_DTYPE.itemsize
+        # The losses of an incomplete last pass are removed. The pass is repeated.
         self.done = count_complete_targets(passes, stored_targets)
         self.file.truncate(self.done * LOSS_DTYPE.itemsize)
 
@@ -438,6 +447,9 @@ class LossFile:
 
 def count_complete_targets(passes: Passes, targets: int) -> int:
     """Return how many of the scored targets belong to passes that were scored completely.
+
+    A pass is one forward pass over a window of the text, and scores (computes the losses of) the last targets of the
+    window. If a pass was interrupted, it is repeated, and its targets do not count.
 
     Args:
         passes: The passes over the text.
@@ -461,11 +473,11 @@ def count_complete_targets(passes: Passes, targets: int) -> int:
 
 @contextmanager
 def open_loss_file(path: Path, passes: Passes) -> Iterator[LossFile]:
-    """Context manager: open and lock a file of losses.
+    """Context manager: open and lock a file that stores the losses of an unfinished evaluation.
 
     Args:
         path: The file. It is created if it does not exist.
-        passes: The passes over the text.
+        passes: The passes (windows of the text that the model reads), which determine the order of the losses.
 
     Raises:
         InputError: If another process uses the file, or if the path is not a regular file.

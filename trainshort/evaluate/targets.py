@@ -77,12 +77,15 @@ class Target(ABC):
     def token_nll(
         self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], first: int
     ) -> Float[Tensor, "batch scored"]:
-        """Return the negative log-likelihood of each target from position `first` on.
+        """Return the negative log-likelihood (the loss in nats) of each target from position `first` on.
 
         Args:
             tokens: The inputs.
             targets: The token that the model predicts at each position.
             first: The first position that is scored. Earlier positions are only context.
+
+        Returns:
+            The losses of the positions from `first` on, with length - `first` columns.
         """
 
     @abstractmethod
@@ -135,11 +138,11 @@ class Target(ABC):
         """Return the description of the model that is stored with results. It can be written as JSON."""
         return {
             "name": self.name,
-            "kind": self.kind,
+            "kind": self.kind,  # for example "run" or "checkpoint"
             "trained_at": self.trained_at,
             "max_length": self.max_length,
             "parameters": sum(weight.numel() for weight in self.module.parameters()),
-            "weights": fingerprint(self.module),
+            "weights": fingerprint(self.module),  # a hash of all weights
             **self.extra_description(),
         }
 
@@ -180,7 +183,12 @@ class ModelTarget(Target):
         raise InputError(f"{self.name} has no tokenizer. Pass tokens instead of text, or evaluate a run.")
 
     def for_length(self, override: Override | None, length: int) -> AbstractContextManager[None]:
-        """Return a context manager that runs the model with an override (see `Target.for_length`)."""
+        """Return a context manager that runs the model with an override, a change such as other ALiBi slopes.
+
+        Args:
+            override: The override. Without an override, the context manager does nothing.
+            length: The length of the inputs.
+        """
         if override is None:
             return nullcontext()
         # If the training length is unknown, the model is treated as if it was trained at this length.

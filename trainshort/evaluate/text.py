@@ -62,7 +62,10 @@ class Text:
     uncut_tokens: int | None = None
 
     def description(self) -> dict[str, Any]:
-        """Return the description of the text that is stored with results. It can be written as JSON."""
+        """Return the description of the text that is stored with results. It can be written as JSON.
+
+        "own" says whether the text is the data of the run, and "whole" is the number of tokens before truncation.
+        """
         return {
             "name": self.name,
             "split": self.split,
@@ -123,7 +126,8 @@ def truncate(text: Text, num_tokens: int, tokenizer: TextTokenizer) -> Text:
         documents = []
         end_positions = np.flatnonzero(tokens == text.end)
         for document_tokens in np.split(tokens, end_positions):
-            # `np.split` leaves the end token of a document at the start of the next part. An end token is not text.
+            # `np.split` leaves the end token of a document at the start of the next part. The end token is removed,
+            # because it is not text.
             text_tokens = document_tokens[document_tokens != text.end]
             documents.append(tokenizer.decode(text_tokens))
     counts = _count_text(tokens, documents)
@@ -140,7 +144,16 @@ def _count_text(tokens: Integer[np.ndarray, " tokens"], documents: list[str]) ->
 
 
 def _load_text(target: Target, data: Sequence[str], split: str) -> Text:
-    """Find out what the values of `--data` mean, and load all tokens. The arguments are those of `open_text`."""
+    """Load all tokens of the text that the values of the option `--data` name.
+
+    The values can be the data of the run (no value, or the name of its corpus), a dataset folder, text files, or the
+    name of a corpus. They are tried in this order.
+
+    Args:
+        target: The model.
+        data: The values of `--data`.
+        split: The split of the data: "train", "valid" or "test". Text files have no splits.
+    """
     if isinstance(target, RunTarget):
         names_corpus_of_run = list(data) == [target.config.data.corpus]
         if not data or names_corpus_of_run:
@@ -159,7 +172,7 @@ def _load_text(target: Target, data: Sequence[str], split: str) -> Text:
         return _text_from_dataset(dataset, split)
     if all(_is_text_file(path) for path in paths):
         documents = [read_text(path, hint="Give a text file in UTF-8.", limit=MAX_TEXT_BYTES) for path in paths]
-        return _tokenize_documents(" ".join(data), None, documents, target.tokenizer())
+        return _tokenize_documents(" ".join(data), split=None, documents=documents, tokenizer=target.tokenizer())
     if len(paths) > 1:
         missing_paths = [path for path in paths if not path.is_file()]
         wrong_path = missing_paths[0] if missing_paths else paths[0]
@@ -175,7 +188,7 @@ def _is_text_file(path: Path) -> bool:
 def _text_from_corpus(target: Target, name: str, split: str) -> Text:
     """Tokenize one split of a corpus that `trainshort prepare` knows by name."""
     corpus = find_corpus(name)
-    splitter = make_splitter(corpus, "strict")
+    splitter = make_splitter(corpus, errors="strict")  # the rule that assigns documents to train, valid or test
     documents = [document.text for document in corpus.documents() if splitter.split(document) == split]
     if not documents:
         raise InputError(f"The corpus '{name}' has no split '{split}'. Its splits are {', '.join(corpus.splits)}.")
@@ -183,7 +196,7 @@ def _text_from_corpus(target: Target, name: str, split: str) -> Text:
 
 
 def _text_from_dataset(dataset: PreparedDataset, split: str) -> Text:
-    """Return one split of a dataset that `trainshort prepare` wrote."""
+    """Return one split (train, valid or test) of a dataset that `trainshort prepare` wrote, without tokenizing it."""
     tokens = dataset.split(split)
     split_meta = dataset.meta.splits[split]
     return Text(

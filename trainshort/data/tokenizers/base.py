@@ -83,7 +83,7 @@ class Tokenizer(ABC):
         """Return a tokenizer of this class if a tokenizer.json was saved by this class, and None otherwise.
 
         Args:
-            layout: The content of the tokenizer.json.
+            layout: The content of the tokenizer.json, as parsed JSON.
             library: The same tokenizer, loaded by the library `tokenizers`.
         """
         # Subclasses override this method. By default, no file is recognized.
@@ -127,7 +127,8 @@ class Tokenizer(ABC):
 def cut(text: str, min_characters: int) -> list[str]:
     """Cut a text into pieces of at least `min_characters` characters. The last piece can be shorter.
 
-    The text is cut before spaces and line ends that follow another character, so that no word is cut.
+    Joined together, the pieces are the text. The text is cut before spaces and line ends that follow another character,
+    so that no word is cut.
 
     Example:
         >>> cut("one two three", 4)
@@ -185,9 +186,12 @@ class IncrementalDecoder:
         self._returned_text = ""
 
     def push(self, token: int) -> str:
-        """Add a token, and return the text that is complete now."""
+        """Add a token, and return the new text that is complete now. The text can be empty.
+
+        A character whose UTF-8 bytes are not complete is decoded as U+FFFD, and is returned after later tokens.
+        """
         self._tokens.append(token)
-        text = self._decode(self._tokens)
+        text = self._decode(self._tokens)  # the text of all tokens, including text that was returned before
         if text.endswith("\ufffd"):
             return ""  # The last character is incomplete.
         return self._take_new_text(text)
@@ -197,7 +201,11 @@ class IncrementalDecoder:
         return self._take_new_text(self._decode(self._tokens))
 
     def _take_new_text(self, text: str) -> str:
-        """Return the part of `text` that was not returned before. `text` is the text of all current tokens."""
+        """Return the part of a decoded text that was not returned before.
+
+        Args:
+            text: The text of all tokens in `self._tokens`. Its start, `self._returned_text`, was returned before.
+        """
         if not text.startswith(self._returned_text):
             return ""  # The text that was returned cannot be changed any more.
         new_text = text[len(self._returned_text) :]
@@ -214,6 +222,7 @@ def byte_alphabet() -> dict[int, str]:
 
     Printable bytes stand for themselves. All other bytes are replaced by the characters from U+0100 on.
     """
+    # The printable characters of ASCII and of Latin-1, without the spaces and the invisible hyphen (173).
     printable_bytes = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {byte: chr(byte) for byte in printable_bytes}
     other_bytes = [byte for byte in range(256) if byte not in alphabet]
@@ -271,6 +280,7 @@ class SavedTokenizer(Tokenizer):
         # The text "<|endoftext|>" in a document is encoded like any other text, not as the special token.
         saved.encode_special_tokens = True
         self.name = name
+        # Token ids can have gaps, so the vocabulary size is computed from the largest id.
         self.vocab_size = max(saved.get_vocab(with_added_tokens=True).values()) + 1
         self.end = _find_end_token(saved)
         self.library = saved
@@ -289,13 +299,19 @@ class SavedTokenizer(Tokenizer):
         decoder = layout["decoder"] or {}
         if pre_tokenizer.get("type") != "ByteLevel" or decoder.get("type") != "ByteLevel":
             return False
+        # The word cache requires that a text is split into words as in GPT-2, and always in the same way.
         splits_words = pre_tokenizer.get("use_regex", True) and not pre_tokenizer["add_prefix_space"]
         has_normalizer = layout["normalizer"] is not None
         has_dropout = bool(layout["model"].get("dropout"))
         return bool(splits_words) and not has_normalizer and not has_dropout
 
     def encode(self, text: str) -> Ids:
-        """Return the token ids of a text, without special tokens."""
+        """Return the token ids of a text, without special tokens.
+
+        A byte-level tokenizer such as GPT-2's encodes word by word, with a cache. For other tokenizers, a long text is
+        cut into pieces between words.
+        """
+        # Some control characters are white space in Python, but not in the library, so words would differ.
         if self._is_byte_level and not _SEPARATOR_CONTROLS.search(text):
             return self._encode_words(text)
         token_arrays = []
@@ -332,7 +348,10 @@ class SavedTokenizer(Tokenizer):
         return self.library.decode(self.validate_ids(ids), skip_special_tokens=False)
 
     def decoder(self) -> Decoder:
-        """Return a decoder that decodes one token at a time."""
+        """Return a decoder that decodes one token at a time.
+
+        The tokens of a byte-level tokenizer stand for bytes, which can be decoded without the tokens before them.
+        """
         if not self._is_byte_level:
             return IncrementalDecoder(self.decode)
         added_tokens = self.library.get_added_tokens_decoder()
@@ -341,7 +360,7 @@ class SavedTokenizer(Tokenizer):
         def token_bytes(token: int) -> bytes:
             """Return the bytes of UTF-8 that a token stands for."""
             self.validate_ids([token])
-            characters = self.library.id_to_token(token) or ""
+            characters = self.library.id_to_token(token) or ""  # In a byte-level tokenizer, one character per byte.
             if token in added_tokens:
                 return characters.encode()  # Special tokens are stored as normal text.
             return bytes(byte_of_character[character] for character in characters)
@@ -359,7 +378,7 @@ def _find_end_token(library: Any) -> int | None:
     Args:
         library: The tokenizer of the library `tokenizers`.
     """
-    for end_token in _END_TOKENS:
+    for end_token in _END_TOKENS:  # such as "<|endoftext|>"
         token = library.token_to_id(end_token)
         if token is not None:
             return token

@@ -75,7 +75,14 @@ class BytePairTokenizer(SavedTokenizer):
 
     @classmethod
     def recognize(cls, layout: dict[str, Any], library: Any) -> "BytePairTokenizer | None":
-        """Return a tokenizer if the file was saved by this class. Only this class gives the end token the id 0."""
+        """Return a tokenizer if a tokenizer.json was saved by this class, and None otherwise.
+
+        A BPE tokenizer was saved by this class if its end token has the id 0.
+
+        Args:
+            layout: The content of the tokenizer.json.
+            library: The same tokenizer, loaded by the library `tokenizers`.
+        """
         model = layout["model"]
         vocabulary = model.get("vocab")
         if model.get("type") != "BPE" or not isinstance(vocabulary, dict):
@@ -95,7 +102,8 @@ def sample(texts: Iterable[str], fraction: float) -> Iterator[str]:
         fraction: The share of the characters that is yielded.
 
     Example:
-        For a fraction of 0.4 and pieces of equal length, the pieces 0, 3, 5 and 8 of the first nine pieces are yielded.
+        For a fraction of 0.4 and pieces of equal length, the pieces 0, 3, 5 and 8 of the first nine pieces (counted
+        from 0) are yielded.
     """
     characters_seen = 0
     characters_taken = 0
@@ -104,6 +112,7 @@ def sample(texts: Iterable[str], fraction: float) -> Iterator[str]:
     max_characters = SAMPLE_BYTES if fraction == 1 else 2 * SAMPLE_BYTES
     for text in texts:
         for piece in cut(text, SAMPLE_PIECE_CHARACTERS):
+            # A piece is taken whenever the taken share has fallen to `fraction`.
             if characters_taken <= fraction * characters_seen:
                 yield piece
                 characters_taken += len(piece)
@@ -126,7 +135,14 @@ class ByteTokenizer(Tokenizer):
 
     @classmethod
     def recognize(cls, layout: dict[str, Any], library: Any) -> "ByteTokenizer | None":
-        """Return a tokenizer if the file was saved by this class: a BPE without merges, numbered as the bytes."""
+        """Return a tokenizer if a tokenizer.json was saved by this class, and None otherwise.
+
+        This class saves a BPE tokenizer without merges, in which the id of each token is the byte that it stands for.
+
+        Args:
+            layout: The content of the tokenizer.json.
+            library: The same tokenizer, loaded by the library `tokenizers`. It is not used.
+        """
         model = layout["model"]
         if model.get("type") != "BPE" or model["merges"] or model["vocab"] != byte_numbers():
             return None
@@ -208,7 +224,9 @@ class WordTokenizer(Tokenizer):
         self.words = list(words)
         self.vocab_size = len(self.words)
         self.end = self.LINE_END
+        # Maps each word to its id, and unknown words to the id of `<unk>`.
         self._ids = _WordIds((word, index) for index, word in enumerate(self.words))
+        # In a text, a line end is replaced by this word before the text is split at white space.
         self._line_end = f" {self.words[self.LINE_END]} "
 
     @classmethod
@@ -256,11 +274,16 @@ class WordTokenizer(Tokenizer):
 
     @classmethod
     def recognize(cls, layout: dict[str, Any], library: Any) -> "WordTokenizer | None":
-        """Return a tokenizer if the file has a word vocabulary with the special words of this class."""
+        """Return a tokenizer if a tokenizer.json has a word vocabulary with the special words of this class, else None.
+
+        Args:
+            layout: The content of the tokenizer.json.
+            library: The same tokenizer, loaded by the library `tokenizers`. It is not used.
+        """
         if layout["model"].get("type") != "WordLevel":
             return None
         vocabulary = layout["model"]["vocab"]
-        words = sorted(vocabulary, key=vocabulary.get)
+        words = sorted(vocabulary, key=vocabulary.get)  # `vocabulary` maps words to ids
         has_special_words = tuple(words[: len(cls.SPECIAL)]) == cls.SPECIAL
         if not has_special_words:
             return None
@@ -271,7 +294,7 @@ class WordTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Ids:
         """Return the token ids of a text. Words that are not in the vocabulary become `<unk>`."""
-        if "\r" in text:
+        if "\r" in text:  # line ends of Windows or old Macs
             text = text.replace("\r\n", "\n").replace("\r", "\n")
         words = text.replace("\n", self._line_end).split()
         return np.fromiter(map(self._ids.__getitem__, words), dtype=np.int64, count=len(words))

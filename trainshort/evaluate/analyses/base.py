@@ -129,7 +129,7 @@ class AnalysisContext:
             short.
         """
         # A sample consists of the tokens that the model reads, and the token after them, which is only predicted.
-        first_end = max_length + 1
+        first_end = max_length + 1  # the end of a sample that starts at the first token of the text
         num_remaining_tokens = len(self.tokens) - first_end
         # In a short text, fewer samples are chosen, so that the scored tokens of two samples do not overlap.
         count = max(1, min(self.samples, num_remaining_tokens // SCORED_TOKENS))
@@ -153,7 +153,7 @@ class AnalysisContext:
         """Compute the losses of the last tokens of each window.
 
         Args:
-            windows: One row of tokens for each window.
+            windows: The tokens. Each row is a window, which is a consecutive part of the text.
             num_scored: The number of tokens at the end of each window whose losses are computed.
 
         Returns:
@@ -168,7 +168,7 @@ class AnalysisContext:
             for batch in torch.from_numpy(windows.astype(np.int64)).split(batch_size):
                 inputs = batch[:, :-1].contiguous().to(device)
                 targets = batch[:, 1:].contiguous().to(device)
-                first_scored = length - num_scored
+                first_scored = length - num_scored  # The targets before this position are only context.
                 batch_losses = self.target.token_nll(inputs, targets, first_scored)
                 losses.append(batch_losses.double().cpu().numpy())
                 self.meter.advance(inputs.numel(), f"{length:,} tokens")
@@ -181,6 +181,7 @@ class AnalysisContext:
             passes: The windows of the text that the model reads, and the tokens that are scored in each window.
         """
         losses = []
+        # If windows overlap, more tokens are read than are scored. The progress meter counts the tokens that are read.
         tokens_read_per_target = passes.read / passes.tokens
         with self.target.for_length(None, passes.length):
             for batch_losses in score(self.target, self.tokens, passes, batch_tokens=self.batch_tokens):
@@ -205,7 +206,10 @@ class AnalysisContext:
         return self.target.model
 
     def cached(self, key: str, measure: Callable[[], Any]) -> Any:
-        """Return a partial result, and compute it only if it was not computed before the analysis was interrupted.
+        """Return a partial result of an analysis, and compute it only if it is not stored in the cache file.
+
+        The cache file contains the partial results that were computed before the analysis was interrupted. Without a
+        cache file (if `self.cache_path` is None), the partial result is always computed.
 
         Args:
             key: The name of the partial result.
@@ -254,8 +258,8 @@ def compare(
     """Measure how much the losses of the same targets rise if their context is changed.
 
     Args:
-        losses: The losses with the original context, one row per sample.
-        changed_losses: The losses with the changed context.
+        losses: The loss of each scored token with the original context. Each row is a sample (one window of the text).
+        changed_losses: The losses of the same tokens with the changed context.
 
     Returns:
         A dictionary with these keys:
@@ -264,7 +268,7 @@ def compare(
         - `rise`: the mean loss with the changed context minus the mean loss with the original context
         - `interval`: the 95 % interval of `rise`, or None if there is only one sample
     """
-    differences = changed_losses.mean(axis=1) - losses.mean(axis=1)
+    differences = changed_losses.mean(axis=1) - losses.mean(axis=1)  # one mean difference for each sample
     return {
         "loss": float(changed_losses.mean()),
         "rise": float(differences.mean()),
@@ -288,7 +292,7 @@ def format_effect(effect: float, interval: Interval | None) -> str:
 
 
 def new_table(*columns: str) -> Table:
-    """Return an empty table with right-aligned columns."""
+    """Return a table without rows. The columns have the given names and are right-aligned."""
     table = Table(box=None, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)

@@ -33,9 +33,10 @@ MEGABYTE = 1e6
 
 
 def choose_configurations(context: AnalysisContext) -> tuple[ModelConfig, list[int], list[str]]:
-    """Return the model config of the run, the lengths and the position methods.
+    """Return what the analysis "cost" measures: the model config of the run, the input lengths and position methods.
 
-    By default, the methods of the paper and the method of the run are measured.
+    A position method, such as "alibi" or "sinusoidal", gives the model its information about positions. By default, the
+    methods of the ALiBi paper and the method of the run (the trained model) are measured.
 
     Raises:
         InputError: If the model is a Hugging Face model, or if a method does not support the model config.
@@ -51,7 +52,7 @@ def choose_configurations(context: AnalysisContext) -> tuple[ModelConfig, list[i
 
 
 def run(context: AnalysisContext) -> dict[str, Any]:
-    """Measure the cost of all methods at all lengths."""
+    """Measure the speed and the memory of a model with each position method at each input length."""
     config, lengths, methods = choose_configurations(context)
     context.meter.start(len(methods) * sum(_tokens_per_step(length) for length in lengths))
     rows = []
@@ -89,13 +90,13 @@ def _measure_row(context: AnalysisContext, config: ModelConfig, method: str, len
     return {
         "position": method,
         "length": length,
-        "weights": "random" if checkpoint is None else "run",
+        "weights": "random" if checkpoint is None else "run",  # "run": the trained weights of the run
         **measurement,
     }
 
 
 def _find_usable_checkpoint(context: AnalysisContext, config: ModelConfig, method: str, length: int) -> str | None:
-    """Return the checkpoint of the run if its weights can be used for a measurement, or None.
+    """Return the checkpoint folder of the trained run if its weights can be used for a measurement, or None.
 
     The weights can be used only if the run was trained with this position method and its model supports this length.
     """
@@ -117,7 +118,8 @@ def measure(model: ModelConfig, length: int, device: str = "cpu", checkpoint: st
         checkpoint: The folder of the checkpoint whose weights are used. None initializes the weights at random.
 
     Returns:
-        The measurement for "training" and for "inference". Its `status` is "measured" or "out of memory".
+        The measurements, with the keys "training" and "inference". The `status` of a measurement is "measured" or
+        "out of memory".
     """
     train = TrainConfig(length=length, batch=_sequences_per_step(length))
     config = RunConfig(model=model, train=train).model_dump(mode="json")
@@ -147,7 +149,9 @@ def _measure_inference_only(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_rates(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a measurement with the speed in tokens per second instead of the seconds of each round.
+    """Return a measurement with the speed in tokens per second instead of the seconds of each timed round.
+
+    The spread says how much the speeds of the rounds differ, relative to the speed.
 
     Args:
         result: The measurement of one mode, as `trainshort.evaluate.step_cost.peak` returns it. A measurement that ran
@@ -201,7 +205,8 @@ def _choose_baseline(results: dict[str, dict[str, Any]]) -> str | None:
 def _compare_to_baseline(result: dict[str, Any], baseline_result: dict[str, Any]) -> str:
     """Return the speed of a method relative to the speed of the baseline, for example "50% (±4%)".
 
-    The margin is the sum of the relative spreads of both measurements.
+    The number after "±" is the margin. The margin is the sum of the spreads of both measurements. The spread of a
+    measurement says how much its repetitions differ, relative to the measured speed.
 
     Args:
         result: The inference measurement of the method.
@@ -222,8 +227,9 @@ def table(result: dict[str, Any]) -> Group:
     title = f"Tokens per second and peak memory, with {result['batch_tokens']:,} tokens per step"
     rows_table = new_table("position", "length", "train tok/s", "infer tok/s", "train MB", "infer MB")
     for row in result["rows"]:
-        speed_cells = [_format_cell(row[mode], "tokens_per_second", 1) for mode in COST_MODES]
-        memory_cells = [_format_cell(row[mode], "memory", MEGABYTE) for mode in COST_MODES]
+        # Both lists have one cell for training and one cell for inference.
+        speed_cells = [_format_cell(row[mode], key="tokens_per_second", unit=1) for mode in COST_MODES]
+        memory_cells = [_format_cell(row[mode], key="memory", unit=MEGABYTE) for mode in COST_MODES]
         rows_table.add_row(row["position"], f"{row['length']:,}", *speed_cells, *memory_cells)
     return with_title(title, rows_table)
 
@@ -234,7 +240,7 @@ def _format_cell(result: dict[str, Any], key: str, unit: float) -> str:
     Args:
         result: The measurement of training or inference. If memory was missing, the cell is "OOM".
         key: The value to show, "tokens_per_second" or "memory". If the value is unknown, the cell is empty.
-        unit: The number by which the value is divided.
+        unit: The number by which the value is divided, for example 1,000,000 to convert bytes to megabytes.
     """
     if result["status"] != "measured":
         return "OOM"

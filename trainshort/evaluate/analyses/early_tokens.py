@@ -92,16 +92,16 @@ def score_with_stride_1(
     sampled_targets: Int[np.ndarray, " samples"],
     non_overlapping: Float[np.ndarray, " tokens"],
 ) -> Float[np.ndarray, " samples"]:
-    """Compute the losses of sampled targets with stride 1.
+    """Compute the losses of sampled targets (tokens that the model predicts) with stride 1.
 
-    With stride 1, each target is the last token of its own window. It therefore has as much context as possible.
+    With stride 1, each target is the last token of its own window, so the target has as much context as possible.
 
     Args:
         context: The model and the text.
         length: The number of tokens in a window.
         sampled_targets: The positions of the targets in the text.
-        non_overlapping: The losses of all tokens of the text without overlap. The first `length` tokens of the text
-            have the same context with stride 1, so their losses are copied.
+        non_overlapping: The losses of all tokens if the text is cut into windows that do not overlap. The first
+            `length` tokens of the text have the same context with stride 1, so their losses are copied from here.
 
     Returns:
         The loss of each sampled target.
@@ -111,7 +111,7 @@ def score_with_stride_1(
     if has_full_context.any():
         window_ends = sampled_targets[has_full_context] + 1  # The target is the last token before the end.
         windows = context.sample_windows(window_ends, length)
-        losses[has_full_context] = context.score(windows, 1)[:, 0]
+        losses[has_full_context] = context.score(windows, num_scored=1)[:, 0]
     return losses
 
 
@@ -123,6 +123,8 @@ def loss_increase_with_replaced_context(
     num_kept_tokens: int,
 ) -> dict[str, Any] | None:
     """Measure how much the losses of sampled targets rise if their distant context is replaced by other text.
+
+    A target is a token that the model predicts. The other text is taken from random positions of the same text.
 
     Args:
         context: The model and the text.
@@ -142,8 +144,8 @@ def loss_increase_with_replaced_context(
     num_replaced = length - num_kept_tokens
     other_starts = context.rng().integers(len(context.tokens) - length, size=len(windows))
     windows[:, :num_replaced] = context.windows_at(other_starts, num_replaced)
-    own_context_losses = stride_1_losses[has_full_context][:, None]
-    return compare(own_context_losses, context.score(windows, 1))
+    own_context_losses = stride_1_losses[has_full_context][:, None]  # one row per target, with one loss
+    return compare(own_context_losses, changed_losses=context.score(windows, num_scored=1))
 
 
 def _make_row(
@@ -259,10 +261,12 @@ def _uses_replaced_context(row: dict[str, Any]) -> bool:
 
 
 def _describe_part(cause: str, effect: float, interval: Interval | None) -> str:
-    """Return a statement about one part of the gain, with a verdict.
+    """Return a statement about one part of the gain, and whether this part is statistically supported.
+
+    The gain is how much the loss falls if the model reads longer inputs.
 
     Args:
-        cause: The cause of this part of the gain.
+        cause: The cause of this part of the gain, such as "longer context".
         effect: The size of this part in nats. It is negative if the cause raises the loss.
         interval: The 95 % interval of the effect.
     """
@@ -278,8 +282,14 @@ def _describe_part(cause: str, effect: float, interval: Interval | None) -> str:
 def table(result: dict[str, Any]) -> Group:
     """Return the table of the losses and the gains at each input length.
 
-    The column "curse" is the loss without overlap minus the loss with stride 1. The columns "early" and "context" are
-    the two parts of the gain over the shortest length. The last column belongs to "context".
+    The columns after the length are:
+
+    - "ppl no overlap" and "stride 1": the perplexity if the windows do not overlap, and if each token is predicted in
+      its own window
+    - "curse": the loss without overlap minus the loss with stride 1
+    - "gain": how much the loss without overlap falls compared with the shortest length. "early" (fewer tokens with
+      little context) and "context" (longer context) are the two parts of the gain.
+    - "± 95 %": half of the width of the 95 % interval of "context"
     """
     title = f"Early-token curse; stride 1 measured on {result['samples']:,} targets; gains in nats"
     columns = ("length", "ppl no overlap", "stride 1", "curse", "gain", "early", "context", "± 95 %")

@@ -41,6 +41,9 @@ MAX_DOUBLINGS = 20
 def choose_length_and_distances(context: AnalysisContext) -> tuple[int, list[int]]:
     """Return the input length and the distances beyond which the context is corrupted.
 
+    Corrupted context is shuffled, replaced or removed. The default input length is the largest of 8, 4, 2 or 1 times
+    the training length that is possible.
+
     Raises:
         InputError: If the input length leaves no context to corrupt.
     """
@@ -65,6 +68,7 @@ def run(context: AnalysisContext) -> dict[str, Any]:
     # "shuffle" and "replace" keep the input length. The corruption "cut" shortens the input.
     tokens_per_sample = length
     for distance in distances:
+        # The near context and the scored tokens remain. The model does not read the last token.
         cut_length = distance + SCORED_TOKENS - 1
         tokens_per_sample += 2 * length + cut_length
     context.meter.start(len(ends) * tokens_per_sample)
@@ -119,6 +123,8 @@ def corrupt_far_context(
     windows: Int[np.ndarray, "windows length"], near: int, corruption: Corruption, context: AnalysisContext
 ) -> Int[np.ndarray, "windows new_length"]:
     """Return windows in which the context far away from the scored tokens is corrupted.
+
+    Each row of the result is a window. The corruption "cut" makes the windows shorter.
 
     Args:
         windows: Windows of the text. The last `SCORED_TOKENS` tokens of each window are scored.

@@ -48,7 +48,9 @@ ROUNDING_TOLERANCE = 1e-12
 
 
 def choose_model_and_length(context: AnalysisContext) -> tuple[TransformerLM, int]:
-    """Return the model and the length of the text that it reads.
+    """Return the model and the length of the text that the model reads.
+
+    The default length is the largest of 8, 4, 2 or 1 times the training length that is possible.
 
     Raises:
         InputError: If the model is a Hugging Face model, or if no length is possible.
@@ -59,7 +61,8 @@ def choose_model_and_length(context: AnalysisContext) -> tuple[TransformerLM, in
 def run(context: AnalysisContext) -> dict[str, Any]:
     """Measure the window of each head, and the use of context beyond the training length."""
     model, length = choose_model_and_length(context)
-    tokens = torch.from_numpy(context.tokens[:length].astype("int64"))[None].to(context.target.device)
+    first_tokens = torch.from_numpy(context.tokens[:length].astype("int64"))
+    tokens = first_tokens[None].to(context.target.device)  # shape (1, length)
     ends = context.sample_ends(length)
     # Each sample is read without corruption, with two corruptions that keep the length, and with a cut to about the
     # training length.
@@ -87,6 +90,10 @@ def _measure_heads(layer: int, call: AttentionCall) -> list[dict[str, Any]]:
     Args:
         layer: The index of the layer.
         call: The attention call of the layer, with the queries, keys and bias for the text.
+
+    Returns:
+        One dictionary per head: its slope, the mean distance to the tokens it attends to, the smallest window of
+        nearest tokens with the share `MASS` of its attention, and a window that provably contains this share.
     """
     mass = mass_by_distance(call)  # the mean attention weight at each distance, for each head
     proven_windows = compute_proven_windows(call)
@@ -111,7 +118,7 @@ def _measure_heads(layer: int, call: AttentionCall) -> list[dict[str, Any]]:
 def loss_increase_beyond_training(
     context: AnalysisContext, windows: Int[np.ndarray, "samples length"]
 ) -> list[dict[str, Any]]:
-    """Measure how much the loss rises if the context beyond the training length is corrupted.
+    """Measure how much the loss rises if the context beyond the training length is shuffled, replaced or removed.
 
     Args:
         context: The model and the text.
@@ -140,7 +147,7 @@ def mass_by_distance(call: AttentionCall) -> Float[Tensor, "heads distances"]:
     """Return the mean attention weight at each distance 0, 1, 2, ..., for each head.
 
     The distance is the number of tokens from the key to the query. The mean is taken over the queries in the second
-    half of the text, which have a long context.
+    half of the text, which have a long context. To save memory, only a few queries are computed at a time.
     """
     num_heads = call.q.shape[1]
     length = call.k.shape[2]
@@ -149,9 +156,9 @@ def mass_by_distance(call: AttentionCall) -> Float[Tensor, "heads distances"]:
     first_query = length // 2
     for chunk_start in range(first_query, length, queries_per_chunk):
         chunk_end = min(chunk_start + queries_per_chunk, length)
-        weights = attention_weights(call, slice(chunk_start, chunk_end))[0]
+        weights = attention_weights(call, slice(chunk_start, chunk_end))[0]  # shape (heads, rows, keys)
         for row, query in enumerate(range(chunk_start, chunk_end)):
-            weights_of_query = weights[:, row, : query + 1]
+            weights_of_query = weights[:, row, : query + 1]  # Later keys are in the future of the query.
             # Reversed, the weights start with the query's own token, which has distance 0.
             total[:, : query + 1] += weights_of_query.flip(-1).double().cpu()
     return total / (length - first_query)
@@ -224,7 +231,7 @@ def compute_proven_windows(call: AttentionCall) -> list[int] | None:
         case LinearBias(slopes):
             windows = alibi.proven_windows(call.q, call.k, slopes, tolerance=tolerance, block=1)[0]
         case DecayBias(cumulative_decay):
-            # An upper bound on the score of any key without the bias, relative to the score of the query's own key.
+            # By how much the score of another key (without the bias) can at most exceed that of the query's own key.
             excess = alibi.max_excess(call.q, call.k)
             first_keys = decay.proven_first_keys(excess, cumulative_decay, tolerance)[0]
             # The last query has the position of the last key.
@@ -233,7 +240,8 @@ def compute_proven_windows(call: AttentionCall) -> list[int] | None:
             windows = query_positions - first_keys.cpu() + 1
         case _:
             return None
-    # Queries in the first half of the text have a short context and are left out.
+    # `windows` has the shape (heads, queries). Queries in the first half of the text have a short context and are left
+    # out.
     first_query = windows.shape[1] // 2
     return windows[:, first_query:].amax(dim=1).tolist()
 
@@ -242,7 +250,9 @@ def compute_proven_windows(call: AttentionCall) -> list[int] | None:
 
 
 def summary(rows: list[dict[str, Any]], trained_at: int, beyond_training: list[dict[str, Any]]) -> str:
-    """Return which head looks farthest, and whether the model uses context beyond the training length.
+    """Return a sentence that says which head looks farthest, and whether the model uses context beyond its training.
+
+    The model uses context beyond the training length if every corruption of that context raises the loss significantly.
 
     Args:
         rows: The measurements of all heads.

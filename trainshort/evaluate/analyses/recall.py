@@ -37,8 +37,9 @@ MIN_RECALL_DISTANCE = 2 * (CUE + VALUE)
 
 
 def choose_distances(context: AnalysisContext) -> list[int]:
-    """Return the distances between a sequence and its repetition.
+    """Return the distances between a sequence and its repetition, in tokens.
 
+    The analysis "recall" shows a sequence to the model twice, and measures how well the model predicts the repetition.
     The user chooses the distances with the option `--lengths`. The default distances are multiples of the training
     length. Default distances that do not fit into the text or into the longest input of the model are left out.
 
@@ -73,8 +74,9 @@ def choose_distances(context: AnalysisContext) -> list[int]:
 def run(context: AnalysisContext) -> dict[str, Any]:
     """Measure for both tasks and each distance how much the loss falls if the sequence appeared before.
 
-    In a control sample, another sequence appeared before. The gain is the loss of the control samples minus the loss of
-    the samples with the sequence.
+    The sequences are pieces of text in the task "copy", and random tokens in the task "recall". In a control sample,
+    another sequence appeared before. The gain is the loss of the control samples minus the loss of the samples with the
+    sequence.
     """
     distances = choose_distances(context)
     # The model does not read the last token of a sample, because that token is only predicted.
@@ -86,8 +88,9 @@ def run(context: AnalysisContext) -> dict[str, Any]:
     for distance in distances:
         for task in RECALL_TASKS:
             windows, control_windows = make_samples(context, task, distance)
-            losses = context.score(windows, VALUE)
-            control_losses = context.score(control_windows, VALUE)
+            # `VALUE` is the number of tokens at the end of a sequence that the model must predict.
+            losses = context.score(windows, num_scored=VALUE)
+            control_losses = context.score(control_windows, num_scored=VALUE)
             comparison = compare(losses, control_losses)
             rows.append(
                 {
@@ -106,7 +109,8 @@ def sample_length(context: AnalysisContext, distance: int) -> int:
     """Return the number of tokens in a sample.
 
     A sample consists of the lead, a sequence, other text, and the repetition of the sequence. The lead is text that has
-    half of the training length. The distance is measured from the start of the sequence to the start of its repetition.
+    half of the training length. The distance is measured from the start of the sequence to the start of its repetition,
+    so it includes the sequence and the other text. A sequence has `CUE` + `VALUE` tokens.
     """
     lead = context.trained_at // 2
     sequence_length = CUE + VALUE
@@ -167,7 +171,9 @@ def _draw_sequences(
 def summary(rows: list[dict[str, Any]]) -> str:
     """Return a sentence that says for each task up to which distance the model solves the task.
 
-    The model solves a task at a distance if the gain (the loss of the control minus the loss) is significant.
+    In the task "copy", the model repeats a piece of text, and in the task "recall", random tokens. The model solves a
+    task at a distance if the gain is significant. The gain is how much the loss falls because the tokens appeared
+    before.
 
     Args:
         rows: The measurements of `run`.
@@ -184,7 +190,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def table(result: dict[str, Any]) -> Group:
-    """Return the table of the gains for each task and each distance."""
+    """Return the table of the gains for each task and each distance.
+
+    The gain is the loss of the control (another sequence appeared before) minus the loss (the same sequence appeared).
+    """
     title = f"Loss of {result['scored']} repeated tokens that follow a cue of {result['cue']} tokens"
     rows_table = new_table("task", "distance", "loss", "control", "gain", "95 %")
     for row in result["rows"]:

@@ -37,7 +37,7 @@ def list_slope_variants(trained_at: int) -> list[str]:
 
 
 def choose_model_and_lengths(context: AnalysisContext) -> tuple[TransformerLM, list[int]]:
-    """Return the model and the lengths of the context.
+    """Return the model and the lengths of the context: by default 1, 2, 4 and 8 times the training length.
 
     Raises:
         InputError: If the model has no ALiBi slopes, or if no length is possible.
@@ -51,7 +51,10 @@ def choose_model_and_lengths(context: AnalysisContext) -> tuple[TransformerLM, l
 
 
 def run(context: AnalysisContext) -> dict[str, Any]:
-    """Measure the loss of the same targets for all slopes and all lengths of the context."""
+    """Measure the loss of the same targets for all variants of the ALiBi slopes and all lengths of the context.
+
+    A variant is the name of a change of the slopes, such as "max_bias=16". `TRAINED` is the variant without a change.
+    """
     model, lengths = choose_model_and_lengths(context)
     variants = list_slope_variants(context.trained_at)
     ends = context.sample_ends(lengths[-1])
@@ -91,12 +94,12 @@ def _make_row(
     """Return the measurement of one variant of the slopes at one length of the context.
 
     Args:
-        variant: The name of the slopes.
+        variant: The name of the slopes, such as "max_bias=16".
         length: The length of the context.
         baseline_losses: The losses with the trained slopes at the shortest context.
         losses: The losses of this variant at this length.
     """
-    comparison = compare(losses, baseline_losses)
+    comparison = compare(losses, changed_losses=baseline_losses)
     # The gain is the loss of the baseline minus the loss of this variant.
     return {
         "slopes": variant,
@@ -110,7 +113,8 @@ def _make_row(
 def summary(rows: list[dict[str, Any]], shortest_length: int) -> str:
     """Return a sentence that says which slopes gain most from a longer context, if any gain is significant.
 
-    The gain is the loss with the trained slopes at the shortest context, minus the loss of the measurement.
+    Each measurement uses some variant of the ALiBi slopes and some length of the context. The gain is the loss with the
+    trained slopes at the shortest context (the baseline), minus the loss of the measurement.
 
     Args:
         rows: The measurements of `run`.
