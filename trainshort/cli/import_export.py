@@ -320,7 +320,13 @@ class Convert:
 
     @classmethod
     def parse(cls, words: list[str]) -> "Convert":
-        """Parse the command line. The settings of the training are options, besides the fields of this class."""
+        """Parse the command line. The settings of the training are options, besides the fields of this class.
+
+        Args:
+            words: The arguments after `trainshort convert`.
+        """
+        # The first setting of the config that is not excluded is `data.corpus`. The excluded settings are chosen by the
+        # program or by the original model.
         corpus_option, *training_options = options_from_config(
             CONVERSION_DEFAULTS, exclude=(*PROGRAM_SETTINGS, *MODEL_SETTINGS)
         )
@@ -343,8 +349,8 @@ class Convert:
         text = open_text(converted, (), "valid", self.max_tokens)
         evaluator = ConversionEvaluator(self.out, text, config.train.length)
 
-        # The model is measured at three stages: before the conversion, after the conversion ("surgery"), and after the
-        # training. The training happens right before the last measurement.
+        # The perplexity of the model is measured at three stages: before the conversion, after the conversion
+        # ("surgery"), and after the training. The training happens right before the last measurement.
         model_by_stage = {"before": original_model, "surgery": str(self.out), "trained": str(self.out)}
         for stage, model_path in model_by_stage.items():
             if stage == "trained":

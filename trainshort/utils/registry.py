@@ -80,6 +80,8 @@ class Registry(Generic[EntryT]):
         """
 
         def add(entry: RegisteredT) -> RegisteredT:
+            """Add the decorated class, function or object under `name`, and return it unchanged."""
+            # `on_register` is the import path of a function that is called for each new entry, or None.
             if self.on_register is not None:
                 _import_object(self.on_register)(name, entry)
             self.add(name, entry)  # pyright: ignore[reportArgumentType]
@@ -125,7 +127,7 @@ class Registry(Generic[EntryT]):
                 known_names += f" and {len(names) - MAX_SUGGESTIONS} more"
             raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known_names}.")
         if name not in self._entries:
-            import_path, _ = self._builtin[name]
+            import_path, _ = self._builtin[name]  # The second value is the description.
             self._entries[name] = _import_object(import_path)
         return self._entries[name]
 
@@ -164,7 +166,7 @@ def _import_object(import_path: str) -> Any:
 
 
 def _first_line(entry: object) -> str:
-    """Return the first line of an entry's description.
+    """Return the first line of the description of a registry entry, for example of a position method.
 
     The description is the first of the attributes `summary`, `question`, `statement` and `name` that is a string. An
     entry without these attributes is described by its docstring.

@@ -172,7 +172,8 @@ class CTranslate2(Runtime):
 
         self.generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
         self.tokens = read_json(folder / "vocabulary.json", hint=EXPORT_AGAIN_HINT)
-        # Extend the ALiBi table step by step, so that it covers inputs of `max_length` tokens.
+        # CTranslate2 stores the ALiBi bias of each distance in a table. A call extends the table by a limited number of
+        # tokens. Therefore inputs of growing length are run, until the table covers inputs of `max_length` tokens.
         for length in range(1, max_length + 1, ALIBI_TABLE_GROWTH - 1):
             tokens = [0] * length
             self.generator.forward_batch([tokens])
@@ -186,7 +187,7 @@ class CTranslate2(Runtime):
             The positions, and the log-probabilities of all tokens at each position.
         """
         batch_logits = self.generator.forward_batch([tokens])
-        logits = torch.from_numpy(np.array(batch_logits))[0]
+        logits = torch.from_numpy(np.array(batch_logits))[0]  # (length, vocab)
         return last_log_probabilities(logits)
 
     def generate_greedy(self, tokens: list[int], count: int) -> list[int]:

@@ -87,10 +87,12 @@ SERVER_TIMEOUT = 60
 def transform(model: ExportModel) -> ExportModel:
     """Change the weights, so that llama.cpp supports the model with one of its two architectures.
 
-    llama.cpp's `bloom` has a norm after the embeddings, but neither clipping nor a `max_bias` other than 8. `mpt` has
-    clipping and any `max_bias`, but no norm after the embeddings.
+    The architecture `bloom` of llama.cpp has a norm after the embeddings, but no clipping of queries, keys and values,
+    and its `max_bias` (a setting of the ALiBi slopes) is always 8. The architecture `mpt` has clipping and any
+    `max_bias`, but no norm after the embeddings.
     """
-    model = fold_scales(model)  # The two architectures have no such scale factors.
+    # Multiply the weights by the scale factors of the model, because the two architectures have no such factors.
+    model = fold_scales(model)
     requires_mpt = model.max_bias != 8 or model.config.clip_qkv is not None
     if requires_mpt:
         return fold_embedding_norm(model)
@@ -197,7 +199,7 @@ def _encode_tensor(gguf: Any, weight: Tensor, dtype: str) -> tuple[np.ndarray, A
 
 
 def tokenizer_unsupported_reason(tokenizer: Tokenizer | None) -> str | None:
-    """Return why llama.cpp does not support a tokenizer and what to do, or None.
+    """Return why llama.cpp does not support a tokenizer and what to do, or None if it supports the tokenizer.
 
     Most programs that use llama.cpp pass text to it, and not token ids. An export therefore requires a tokenizer.
 

@@ -146,7 +146,8 @@ def make_bloom_config(config: ModelConfig, training_length: int) -> dict[str, An
 def to_source_tensors(model_format: Format, model: ExportModel) -> dict[str, Tensor]:
     """Return the weights of a model under the names and in the layout of another program.
 
-    This is the inverse of the import of a model (`map_weights`).
+    For example, "layers.3.ffn.wide.weight" becomes "transformer.blocks.3.ffn.up_proj.weight" for MPT. This is
+    the inverse of the import of a model (`map_weights`).
 
     Args:
         model_format: The format of the other program. Each trainshort module must have exactly one source module.
@@ -156,7 +157,7 @@ def to_source_tensors(model_format: Format, model: ExportModel) -> dict[str, Ten
     for name, weight in model.weights.items():
         module, _, parameter = name.rpartition(".")  # for example "layers.3.ffn.wide" and "weight"
         layer_index = ""
-        pattern = module
+        pattern = module  # for example "layers.{}.ffn.wide", which stands for all layers
         if module.startswith("layers."):
             _, layer_index, layer_module = module.split(".", 2)
             pattern = "layers.{}." + layer_module

@@ -142,7 +142,7 @@ def repeat_kv_heads(model: ExportModel) -> ExportModel:
 
     def repeat_heads(rows: Tensor) -> Tensor:
         """Repeat the rows of each key or value head for all query heads that share the head."""
-        heads = rows.unflatten(0, (-1, config.head_width))
+        heads = rows.unflatten(0, (-1, config.head_width))  # (key-value heads, head width, ...)
         return heads.repeat_interleave(queries_per_kv_head, 0).flatten(0, 1)
 
     kv_width = num_kv_heads * config.head_width
@@ -235,7 +235,7 @@ def _fold_softmax_scale(model: ExportModel) -> ExportModel:
         for name in (f"{prefix}attention.qkv.weight", f"{prefix}attention.qkv.bias"):
             if name in model.weights:
                 qkv = model.weights[name].clone()
-                qkv[: config.width] *= query_factor  # the rows of the queries
+                qkv[: config.width] *= query_factor  # The first `width` rows compute the queries.
                 new_weights[name] = qkv
     return model.with_changes("softmax_scale was multiplied into the queries", new_weights, softmax_scale=None)
 

@@ -145,7 +145,9 @@ def body_forward(original: ReplacementMethod, self: nn.Module, *args: Any, **kwa
 
 
 def block_call(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replace `__call__` of a block: pass the `MaskInfo` of the current forward pass as `attention_mask`.
+    """Replace `__call__` of a transformer block: pass a `MaskInfo` in place of the tensor `attention_mask`.
+
+    A `MaskInfo` describes which keys the queries of the current forward pass may attend to.
 
     The `MaskInfo` is an argument of the block. Gradient checkpointing therefore stores it and uses it again when it
     recomputes the block in the backward pass.
@@ -258,7 +260,8 @@ def _padding_mask(attention_mask: Tensor, num_keys: int) -> Bool[Tensor, "batch 
 
 def _has_padding_between_tokens(is_token: Bool[Tensor, "batch keys"]) -> bool:
     """Return whether a sequence has padding between two of its tokens, and not only before or after all tokens."""
-    # A sequence without padding between tokens has only one group of consecutive tokens.
+    # A sequence without padding between tokens has only one group of consecutive tokens. The mask 0 1 1 0 1 has two
+    # groups. A group starts at a token after padding, or at the first token of the sequence.
     starts_after_padding = is_token[:, 1:] & ~is_token[:, :-1]
     num_token_groups = starts_after_padding.sum(1) + is_token[:, 0]
     return bool((num_token_groups > 1).any())
