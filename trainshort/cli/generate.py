@@ -134,10 +134,11 @@ class Generate:
         return apply_override(loaded.model, override, loaded.training_length, total_length)
 
     def _check_options(self) -> None:
-        """Raise `InputError` for options that cannot be combined."""
+        """Raise `InputError` for options that cannot be combined, such as --endless and --tokens."""
         check_minimum(1, samples=self.samples)
-        limits_text = "tokens" in self.settings or "stop" in self.settings
-        if self.endless and (self.interactive or limits_text):
+        # `settings` holds the options that the user gave. --tokens and --stop end the text.
+        has_text_limit = "tokens" in self.settings or "stop" in self.settings
+        if self.endless and (self.interactive or has_text_limit):
             raise InputError("--endless cannot be combined with --tokens, --stop or --interactive.")
         if self.prompt and self.prompt_file:
             raise InputError("Give the prompt as an argument or with --prompt-file, not both.")

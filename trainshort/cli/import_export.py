@@ -85,7 +85,10 @@ class Export:
     """Load the export in its program and compare the results"""
 
     def run(self) -> int:
-        """Export the run, verify the export and return the exit code."""
+        """Export the run, verify the export and return the exit code.
+
+        The verification compares the outputs of the export with those of the run. If they differ, the exit code is 1.
+        """
         from trainshort.interop.export import export
         from trainshort.interop.export.verify import verify
 
@@ -171,7 +174,7 @@ class Doctor:
     """Print the findings as JSON"""
 
     def run(self) -> int:
-        """Check the model, print the findings and return the exit code."""
+        """Check the model, print the findings (bugs) and return the exit code: 0 without findings, 1 otherwise."""
         from trainshort.interop.doctor import doctor
 
         findings = doctor(self.model)

@@ -145,7 +145,7 @@ class Prepare:
     """Stop at bytes that are not UTF-8 (strict), or replace such bytes by U+FFFD (replace)"""
 
     def run(self) -> int:
-        """Prepare the dataset and return the exit code."""
+        """Prepare the dataset, which tokenizes its text, and return the exit code."""
         from trainshort.data.dataset import is_dataset_folder, open_dataset
         from trainshort.data.dataset_request import data_folder
         from trainshort.data.preparation import describe, prepare

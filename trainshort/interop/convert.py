@@ -159,7 +159,7 @@ def _mean_position(model: TransformerLM, length: int) -> Float[Tensor, " width"]
     # `embed` returns embeddings plus positions. With embeddings of zero, it returns the positions alone.
     zero_embeddings = torch.zeros(1, length, config.width)
     positions = torch.arange(length)[None]
-    position_vectors = method.embed(zero_embeddings, positions)[0]
+    position_vectors = method.embed(zero_embeddings, positions)[0]  # (length, width)
     width_factor = config.width**0.5 if config.embedding_scale else 1
     return position_vectors.mean(0) / (config.embedding_factor * width_factor)
 
@@ -167,7 +167,7 @@ def _mean_position(model: TransformerLM, length: int) -> Float[Tensor, " width"]
 def convert(conversion: ConversionSource, request: ImportRequest, config: RunConfig, out: Path) -> None:
     """Write the run folder of a converted model. The model is not trained yet.
 
-    A run folder holds a config, a tokenizer and checkpoints. `trainshort train` trains the model in a run folder.
+    A run folder holds a config, a tokenizer and checkpoints, here a checkpoint of step 0.
 
     Args:
         conversion: The model that is converted.
@@ -226,6 +226,7 @@ class ConversionEvaluator:
     """
 
     def __init__(self, run: Path, text: Text, length: int) -> None:
+        """Choose the input lengths of the evaluation. `length` is the training length of the model."""
         self.run = run
         self.text = text
         self.length = length

@@ -401,7 +401,13 @@ def download_snapshot(name: str, patterns: tuple[str, ...] = DOWNLOAD_PATTERNS) 
 
 
 def _write_checkpoint(run_folder: Path, config: RunConfig, weight_map: WeightMap) -> None:
-    """Write the imported weights as the checkpoint of step 0, without optimizer state."""
+    """Write the imported weights as the checkpoint of step 0, without optimizer state.
+
+    Args:
+        run_folder: The new run folder.
+        config: The config of the run.
+        weight_map: The shape of each trainshort tensor, and a function that computes the tensor from the source model.
+    """
     folder = run_folder / "checkpoints" / checkpoint_files.checkpoint_name(0)
     (folder / "model").mkdir(parents=True)
     save_config(config, folder / "config.json")

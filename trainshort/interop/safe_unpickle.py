@@ -95,7 +95,7 @@ def _load_with_stubs(path: Path) -> Any:
 
 
 def _read_error(path: Path, error: Exception) -> InputError:
-    """Return the error message for a file that PyTorch's loader rejected."""
+    """Return the error for a file that PyTorch's loader rejected: an unsafe checkpoint, or not a checkpoint at all."""
     # The loader names a class that is not allowed as "GLOBAL os.system".
     forbidden_class = re.search(r"GLOBAL (\S+)", str(error))
     if forbidden_class is not None:

@@ -455,7 +455,7 @@ def _save_checkpoint(context: TrainingContext, state: TrainState) -> Path:
     Returns:
         The checkpoint folder.
     """
-    world = context.world
+    world = context.world  # the ranks (processes) that train together
     metrics_path = context.folder.metrics
     world.run_on_main(lambda: metrics_log.sync_lines(metrics_path))
     last_checksum = world.broadcast_from_rank0(lambda: metrics_log.read_last_checksum(metrics_path))

@@ -79,6 +79,7 @@ class Nesterov(torch.optim.SGD):
     """
 
     def __init__(self, groups: list[dict], *, lr: float, momentum: float) -> None:
+        """Create the optimizer for some parameter groups. Each group is a dictionary with its own weight decay."""
         # torch must not apply the weight decay, because `step` applies it. So it is stored under another name.
         weight_decays = [group.pop("weight_decay") for group in groups]
         super().__init__(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)

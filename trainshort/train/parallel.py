@@ -323,7 +323,10 @@ def _shard_model(model: Any, world: World, strategy: str, *, bfloat16: bool) -> 
 
     @contextmanager
     def no_sync() -> Iterator[None]:
-        """Context manager: do not synchronize gradients inside the block."""
+        """Context manager: do not average the gradients of the ranks inside the block.
+
+        The gradients of several micro-batches are added up first, and averaged once.
+        """
         model.set_requires_gradient_sync(False)
         try:
             yield
@@ -334,7 +337,7 @@ def _shard_model(model: Any, world: World, strategy: str, *, bfloat16: bool) -> 
 
 
 def bfloat16_unsupported_reason(device: torch.device) -> str | None:
-    """Return why bfloat16 is not faster than float32 on a device, or None if it is faster."""
+    """Return why bfloat16 is not faster than float32 on a device, as a clause, or None if bfloat16 is faster."""
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return None

@@ -425,8 +425,8 @@ def check_same_data(context: TrainingContext, data_sha256: str) -> None:
 def record_session(context: TrainingContext, state: TrainState, data_sha256: str) -> None:
     """Append a record to sessions.jsonl: the first step, the data, the machine and the versions of packages.
 
-    A session is one call of `train`. A run that was interrupted and resumed has several sessions. If
-    the number of threads has changed since the last session, log a warning.
+    A session is one call of `train`. A run that was interrupted and resumed has several sessions. If the
+    number of threads has changed since the last session, log a warning.
 
     Args:
         context: The run.

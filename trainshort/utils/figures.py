@@ -356,7 +356,7 @@ def _draw_bars(axes: "Axes", figure: Figure) -> None:
 
 
 def _draw_lines(axes: "Axes", figure: Figure) -> None:
-    """Draw a line figure with its axes, vertical lines and legend."""
+    """Draw a line figure with its axes, vertical lines and legend. `axes` are the axes of matplotlib."""
     right_axes = axes.twinx() if figure.right_label else None
     for series in figure.series:
         series_axes = axes

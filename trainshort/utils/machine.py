@@ -298,9 +298,10 @@ class PeakMemory:
     """Measure the peak memory of this process, or of a GPU, since the object was created."""
 
     def __init__(self, device: torch.device) -> None:
+        """Reset the peak memory of a GPU, or of this process if the device is the CPU."""
         self.device = device
-        self.is_known = True
-        gc.collect()
+        self.is_known = True  # Whether the system can measure the peak memory.
+        gc.collect()  # Memory that Python can free must not count.
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return

@@ -60,6 +60,7 @@ class Registry(Generic[EntryT]):
         required_methods: tuple[str, ...] = (),
         on_register: str | None = None,
     ) -> None:
+        """Create a table of objects that users choose by name. The built-in objects are imported when they are used."""
         self.kind = kind
         self.required_methods = required_methods
         self.on_register = on_register
@@ -81,7 +82,7 @@ class Registry(Generic[EntryT]):
 
         def add(entry: RegisteredT) -> RegisteredT:
             """Add the decorated class, function or object under `name`, and return it unchanged."""
-            # `on_register` is the import path of a function that is called for each new entry, or None.
+            # `on_register` is None, or the import path of a function that may raise `InputError` to reject the entry.
             if self.on_register is not None:
                 _import_object(self.on_register)(name, entry)
             self.add(name, entry)  # pyright: ignore[reportArgumentType]

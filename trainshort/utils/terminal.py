@@ -256,6 +256,7 @@ class ProgressMeter:
     keeps_bar = False
 
     def __init__(self, console: "Console | None" = None) -> None:
+        """Create a progress meter without work. Without a console, nothing is shown."""
         self.console = console or new_console(stderr=True, quiet=True)
         self.total = 0.0  # the amount of work
         self.first = 0.0  # the part of the work that was done before the start
@@ -281,6 +282,7 @@ class ProgressMeter:
         )
 
     def __enter__(self) -> Self:
+        """Show the progress bar, if the output is a terminal. Otherwise, lines are printed later."""
         if self.console.is_terminal and not self.console.quiet:
             from rich.progress import Progress
 
@@ -393,6 +395,7 @@ class TrainingDisplay(ProgressMeter):
         )
 
     def __enter__(self) -> Self:
+        """Show the progress bar, if the output is a terminal. Otherwise, print a first line."""
         if not self.quiet:
             super().__enter__()
             if self._bar is None:

@@ -62,6 +62,7 @@ class Diagnosis:
         return json.dumps({"healthy": self.ok, **asdict(self)}, indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
+        """Return a title with the number of findings (bugs), then one line for each finding and for each note."""
         if self.ok:
             result = "no problems found"
         elif len(self.findings) == 1:

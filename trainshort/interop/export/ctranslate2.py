@@ -72,7 +72,7 @@ def write(folder: Path, run: ExportSource) -> None:
 
 
 def _make_model_spec(run: ExportSource) -> Any:
-    """Create a CTranslate2 model specification without weights."""
+    """Create the specification of a model for CTranslate2. It describes the layers, and gets its weights later."""
     from ctranslate2 import specs
 
     config = run.model.config
@@ -95,10 +95,15 @@ def _make_model_spec(run: ExportSource) -> Any:
 
 
 def _fill_decoder(decoder: Any, run: ExportSource) -> None:
-    """Copy the weights of a model into the decoder of a CTranslate2 specification."""
+    """Copy the weights of a model into the decoder of a CTranslate2 specification.
+
+    Args:
+        decoder: The decoder of the specification. It has one attribute for each module of the model.
+        run: The model to export.
+    """
     weights = run.model.weights
     embedding = weights["vocabulary.embedding.weight"]
-    output = weights.get("vocabulary.output.weight", embedding)
+    output = weights.get("vocabulary.output.weight", embedding)  # Tied matrices are stored once.
     decoder.scale_embeddings = False  # `fold_scales` has already multiplied the embeddings by their scale.
     decoder.embeddings.weight = _to_numpy(embedding)
     decoder.projection.weight = _to_numpy(output)
@@ -168,6 +173,7 @@ class CTranslate2(Runtime):
     package = "ctranslate2"
 
     def __init__(self, folder: Path, max_length: int) -> None:
+        """Load an exported model from a folder. `max_length` is the length of the longest input that will be read."""
         import ctranslate2
 
         self.generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")

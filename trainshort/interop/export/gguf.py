@@ -170,14 +170,15 @@ def _gguf_name(name: str) -> str:
     module, _, parameter = name.rpartition(".")
     if not module.startswith("layers."):
         return f"{MODULE_NAMES[module]}.{parameter}"
-    _, layer_index, layer_module = module.split(".", 2)
+    _, layer_index, layer_module = module.split(".", 2)  # "layers", "3", "ffn.wide"
     return f"blk.{layer_index}.{MODULE_NAMES[layer_module]}.{parameter}"
 
 
 def _encode_tensor(gguf: Any, weight: Tensor, dtype: str) -> tuple[np.ndarray, Any]:
     """Convert a tensor to the numbers that a GGUF file stores.
 
-    Vectors are always stored in float32. A matrix whose rows cannot be quantized in complete blocks is stored in
+    q8_0 stores blocks of a row as 8-bit integers with one scale for each block. Vectors are always stored in float32.
+    A matrix whose rows cannot be quantized in complete blocks is stored in
     float16 instead of q8_0.
 
     Args:
@@ -293,6 +294,7 @@ class LlamaCpp(Runtime):
     allows_end_token = True
 
     def __init__(self, folder: Path, max_length: int) -> None:
+        """Start a llama.cpp server for an export. `max_length` is the length of the longest input that will be read."""
         llama: Any = importlib.import_module("xllamacpp")
         path = folder / GGUF_FILE
         self.vocab_size = _read_vocab_size(path)
@@ -348,6 +350,7 @@ class LlamaCpp(Runtime):
         log_probabilities = choices[0].get("logprobs")
         if not log_probabilities:
             raise InputError(f"llama.cpp did not return probabilities: {str(response)[:200]}")
+        # The response lists tokens by probability. The result has the log-probabilities in the order of the token ids.
         row = torch.full((self.vocab_size,), -torch.inf)
         for entry in log_probabilities["content"][0]["top_logprobs"]:
             row[entry["id"]] = entry["logprob"]

@@ -63,18 +63,18 @@ BLOOM_REQUIREMENTS = (
 
 def transform_for_mpt(model: ExportModel) -> ExportModel:
     """Change the weights of a model, so that the MPT class of transformers supports the model."""
-    model = repeat_kv_heads(model)
-    model = pad_ffn(model, 4 * model.config.width)
+    model = repeat_kv_heads(model)  # The class has no grouped-query attention.
+    model = pad_ffn(model, width=4 * model.config.width)  # The class has feed-forward layers of this width only.
     model = fold_scales(model, fold_softmax_scale=False)  # MPT has the setting softmax_scale.
-    return fold_embedding_norm(model)
+    return fold_embedding_norm(model)  # The class has no norm after the embeddings.
 
 
 def transform_for_bloom(model: ExportModel) -> ExportModel:
     """Change the weights of a model, so that the BLOOM class of transformers supports the model."""
-    model = repeat_kv_heads(model)
-    model = pad_ffn(model, 4 * model.config.width)
-    model = fold_scales(model)
-    return add_zero_biases(model)
+    model = repeat_kv_heads(model)  # The class has no grouped-query attention.
+    model = pad_ffn(model, width=4 * model.config.width)  # The class has feed-forward layers of this width only.
+    model = fold_scales(model)  # Multiply the weights by the scale factors, which the class does not have.
+    return add_zero_biases(model)  # All linear layers and norms of the class have biases.
 
 
 def make_mpt_config(config: ModelConfig, training_length: int) -> dict[str, Any]:

@@ -201,7 +201,10 @@ def fold_scales(model: ExportModel, *, fold_softmax_scale: bool = True) -> Expor
 
 
 def _fold_embedding_and_logit_scale(model: ExportModel) -> ExportModel:
-    """Multiply the embedding and output matrices by their scale factors. Tied matrices become two matrices."""
+    """Multiply the embedding and output matrices by their scale factors, and set the factors to 1.
+
+    Tied matrices (one matrix for embeddings and output) become two matrices.
+    """
     config = model.config
     width_factor = config.width**0.5 if config.embedding_scale else 1
     embedding_factor = config.embedding_factor * width_factor
@@ -224,7 +227,10 @@ def _fold_embedding_and_logit_scale(model: ExportModel) -> ExportModel:
 
 
 def _fold_softmax_scale(model: ExportModel) -> ExportModel:
-    """Multiply the query projections, so that the attention scores have the usual factor 1 / sqrt(head width)."""
+    """Multiply the query projections, so that the attention scores have the usual factor 1 / sqrt(head width).
+
+    A model multiplies its attention scores by `softmax_scale` instead, if this setting is not None.
+    """
     config = model.config
     if config.softmax_scale is None:
         return model

@@ -93,7 +93,7 @@ class Verification:
     problems: list[str] = field(default_factory=list)
 
     def table(self) -> Table:
-        """Return a table of the comparison of logits, with one row for each input length."""
+        """Return a table that compares the logits of an export and its run, with one row for each input length."""
         table = Table("tokens", "compared at", "largest difference", "allowed", "KL", title=self.engine)
         for row in self.rows:
             table.add_row(
@@ -367,7 +367,7 @@ def _is_tokenization_equal(tokenizer: Tokenizer, runtime: Runtime) -> bool | Non
     Returns:
         True or False, or None if the program of the export has no tokenizer.
     """
-    if runtime.encode("a") is None:
+    if runtime.encode("a") is None:  # The program has no tokenizer and takes token ids only.
         return None
     for text in EDGE_CASE_STRINGS:
         expected_tokens = tokenizer.encode(text).tolist()

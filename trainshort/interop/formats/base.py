@@ -122,6 +122,7 @@ class RenamedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, weights: Weights, replacements: tuple[tuple[str, str], ...]) -> None:
+        """Store the weights, and apply all replacements (a regular expression and a text each) to their names."""
         self._weights = weights
         self._original_names: dict[str, str] = {}  # The original name of each weight, by its new name.
         for original_name in weights:
@@ -307,11 +308,14 @@ def _check_may_drop(model_format: Format, weights: Weights, name: str) -> None:
         weights: The tensors of the source model.
         name: The name of the unused source tensor.
     """
+    # A tied tensor is stored twice under two names, and must be equal to its counterpart.
     tied_name = model_format.tied_tensors.get(name)
     if tied_name is not None and tied_name in weights:
         if not torch.equal(weights[name], weights[tied_name]):
             raise InputError(f"{name} differs from {tied_name}, but the config says that these tensors are tied.")
         return
+    # The other tensors that may be dropped match a pattern such as "*.masked_bias". The trainshort
+    # model does not need them.
     is_ignored = any(fnmatchcase(name, pattern) for pattern in model_format.ignored_tensors)
     if not is_ignored:
         raise InputError(

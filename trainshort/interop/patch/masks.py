@@ -74,6 +74,8 @@ _mask_info: ContextVar[MaskInfo | None] = ContextVar("mask_info", default=None)
 def head_model_forward(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Replace `forward` of a model with a head, such as `MptForCausalLM`.
 
+    Packed documents are several documents in one row. A document must not attend to the others.
+
     The arguments that describe packed documents are stored until the call ends, because MPT and BLOOM do not pass
     these arguments on to their body.
     """
@@ -160,6 +162,9 @@ def block_call(original: ReplacementMethod, self: nn.Module, *args: Any, **kwarg
 
 def _packing_arguments(arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Return the arguments of a call that describe packed documents: `position_ids` and `cu_seq_lens_q`.
+
+    Packed documents are several documents in one row. `position_ids` starts again at 0 at each document, and
+    `cu_seq_lens_q` lists where the documents start and end.
 
     Args:
         arguments: All arguments of the call by name. The entry `kwargs` holds the arguments that the method takes

@@ -38,6 +38,7 @@ class SelfCheck:
     """
 
     def __init__(self, model: nn.Module, family: Family, body: Any) -> None:
+        """Make two short random texts, and choose how much the outputs of the patched model may differ."""
         # Tensors on the device "meta" have shapes, but no values.
         if any(weight.is_meta for weight in body.parameters()):
             raise InputError("Cannot patch a model on the device 'meta'. Load the weights of the model first.")
