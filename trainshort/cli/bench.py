@@ -27,7 +27,7 @@ class Bench:
 
     @classmethod
     def parse(cls, words: list[str]) -> Self:
-        """Create the command without parsing its arguments. `run` passes the arguments to the program in the checkout.
+        """Create the command without parsing its arguments. `run` passes the arguments to the benchmark program.
 
         Args:
             words: The arguments after the name of the command.

@@ -45,7 +45,7 @@ class TextCommand:
     """Whether the command accepts encoders, which are models whose tokens attend to both sides."""
 
     def open_target(self) -> "Target":
-        """Load the model and choose the folder for its results.
+        """Load the model that is evaluated (the target), and choose the folder for its results.
 
         Raises:
             InputError: If an option is invalid, the model cannot be loaded, or the folder is not writable.
@@ -53,7 +53,7 @@ class TextCommand:
         from trainshort.evaluate.targets import open_target
         from trainshort.utils.machine import pick_device
 
-        check_minimum(1, trained_at=self.trained_at)
+        check_minimum(1, trained_at=self.trained_at)  # --trained-at is the training length of the model.
         target = open_target(
             self.target,
             device=pick_device(self.device),

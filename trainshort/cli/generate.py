@@ -134,10 +134,11 @@ class Generate:
         return apply_override(loaded.model, override, loaded.training_length, total_length)
 
     def _check_options(self) -> None:
-        """Raise `InputError` for options that cannot be combined."""
+        """Raise `InputError` for options that cannot be combined, such as --endless and --tokens."""
         check_minimum(1, samples=self.samples)
-        limits_text = "tokens" in self.settings or "stop" in self.settings
-        if self.endless and (self.interactive or limits_text):
+        # `settings` holds the options that the user gave. --tokens and --stop end the text.
+        has_text_limit = "tokens" in self.settings or "stop" in self.settings
+        if self.endless and (self.interactive or has_text_limit):
             raise InputError("--endless cannot be combined with --tokens, --stop or --interactive.")
         if self.prompt and self.prompt_file:
             raise InputError("Give the prompt as an argument or with --prompt-file, not both.")
@@ -199,7 +200,11 @@ class Generate:
         return LoadedModel(load_model(checkpoint), tokenizer, training_length, evaluated_length)
 
     def _load_hugging_face(self) -> "LoadedModel":
-        """Import the model of a Hugging Face folder into memory. No run folder is written."""
+        """Import the model of a Hugging Face folder into memory. No run folder is written.
+
+        Returns:
+            The model, its tokenizer and its training length. The evaluated length holds a warning for longer texts.
+        """
         from trainshort.generate.session import EvaluatedLength
         from trainshort.interop.import_model import ImportRequest, load_in_memory
 
@@ -221,7 +226,7 @@ class Generate:
         return LoadedModel(model, source.tokenizer, training_length, evaluated_length)
 
     def _read_prompts(self) -> list[str]:
-        """Return the prompts of all samples. Each prompt is repeated `samples` times.
+        """Return the prompts of all samples (generated texts). Each prompt is repeated `samples` times.
 
         Raises:
             InputError: If a prompt is empty, or if there is no prompt and the command is not interactive.
@@ -231,6 +236,7 @@ class Generate:
             prompts.append(io.read_text(self.prompt_file, hint="Give a text file in UTF-8."))
         else:
             for prompt in self.prompt:
+                # "-" stands for the text on standard input.
                 prompts.append(_read_stdin() if prompt == "-" else prompt)
 
         has_no_prompt = not prompts and not self.interactive
@@ -244,7 +250,7 @@ class Generate:
         return prompts_of_samples
 
     def _make_stream(self, loaded: "LoadedModel", settings: dict[str, Any], prompts: list[str]) -> "TokenStream":
-        """Create the token stream, which generates one sample for each prompt.
+        """Create the token stream, which generates one sample (generated text) for each prompt.
 
         Args:
             loaded: The model and its tokenizer.

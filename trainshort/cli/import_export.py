@@ -85,7 +85,10 @@ class Export:
     """Load the export in its program and compare the results"""
 
     def run(self) -> int:
-        """Export the run, verify the export and return the exit code."""
+        """Export the run, verify the export and return the exit code.
+
+        The verification compares the outputs of the export with those of the run. If they differ, the exit code is 1.
+        """
         from trainshort.interop.export import export
         from trainshort.interop.export.verify import verify
 
@@ -171,7 +174,7 @@ class Doctor:
     """Print the findings as JSON"""
 
     def run(self) -> int:
-        """Check the model, print the findings and return the exit code."""
+        """Check the model, print the findings (bugs) and return the exit code: 0 without findings, 1 otherwise."""
         from trainshort.interop.doctor import doctor
 
         findings = doctor(self.model)
@@ -320,7 +323,13 @@ class Convert:
 
     @classmethod
     def parse(cls, words: list[str]) -> "Convert":
-        """Parse the command line. The settings of the training are options, besides the fields of this class."""
+        """Parse the command line. The settings of the training are options, besides the fields of this class.
+
+        Args:
+            words: The arguments after `trainshort convert`.
+        """
+        # The first setting of the config that is not excluded is `data.corpus`. The excluded settings are chosen by the
+        # program or by the original model.
         corpus_option, *training_options = options_from_config(
             CONVERSION_DEFAULTS, exclude=(*PROGRAM_SETTINGS, *MODEL_SETTINGS)
         )
@@ -343,8 +352,8 @@ class Convert:
         text = open_text(converted, (), "valid", self.max_tokens)
         evaluator = ConversionEvaluator(self.out, text, config.train.length)
 
-        # The model is measured at three stages: before the conversion, after the conversion ("surgery"), and after the
-        # training. The training happens right before the last measurement.
+        # The perplexity of the model is measured at three stages: before the conversion, after the conversion
+        # ("surgery"), and after the training. The training happens right before the last measurement.
         model_by_stage = {"before": original_model, "surgery": str(self.out), "trained": str(self.out)}
         for stage, model_path in model_by_stage.items():
             if stage == "trained":

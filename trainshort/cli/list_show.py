@@ -47,7 +47,10 @@ class List:
     (that `import` reads), convertible models or exports"""
 
     def run(self) -> None:
-        """Print the names of one registry with their descriptions, or the names of all registries."""
+        """Print the names in one registry with their descriptions, or the names in all registries.
+
+        A registry holds the objects of one kind that can be chosen by name, for example all position methods.
+        """
         kind = self.kind
         if kind and kind not in LISTABLE_REGISTRIES:
             suggestion = did_you_mean(kind, LISTABLE_REGISTRIES)
@@ -69,9 +72,12 @@ class List:
 def load_registry(kind: str) -> Registry:
     """Import a registry and the modules that add entries to the registry.
 
+    A registry holds the objects that can be chosen by name, for example all position methods.
+
     Args:
         kind: A name in `LISTABLE_REGISTRIES`, such as "positions".
     """
+    # A value such as "trainshort.experiments.scales:scales" names a module, and a variable in the module.
     module_name, _, variable_name = LISTABLE_REGISTRIES[kind].partition(":")
     package_name = module_name.rpartition(".")[0]
     for registering_module in REGISTERING_MODULES.get(kind, ()):
@@ -91,7 +97,7 @@ class Show:
     """Show this recipe; `trainshort list recipes` lists all recipes"""
 
     def run(self) -> None:
-        """Print the settings of the recipe."""
+        """Print the settings of the recipe as JSON. A recipe is a function that returns the settings of a run."""
         from trainshort.experiments.recipes import recipes
 
         make_config = recipes.get(self.recipe)

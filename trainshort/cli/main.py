@@ -173,9 +173,9 @@ def _run(argv: list[str]) -> int:
         raise InputError(f"{name} must follow the command: trainshort COMMAND --plugin FILE.py.")
     if name not in COMMANDS:
         raise InputError(f"Unknown command '{name}'.{did_you_mean(name, COMMANDS)} See trainshort --help.")
-    module_name, _ = COMMANDS[name]
+    module_name, _ = COMMANDS[name]  # The second value is the description in the help text.
     module = importlib.import_module(f"trainshort.cli.{module_name}")
-    command = getattr(module, name.capitalize())
+    command = getattr(module, name.capitalize())  # The command "evaluate" is the class `Evaluate`.
     return run_command(command, argv[1:])
 
 

@@ -95,13 +95,17 @@ class Reproduce:
         write_and_summarize_report(runs_folder, report_folder)
 
     def _choose_experiments(self) -> "list[Experiment]":
-        """Return the experiments that `--only` names, with the position methods that `--methods` names."""
+        """Return the experiments that `--only` names, with the position methods that `--methods` names.
+
+        Without `--only`, all experiments are chosen. Without `--methods`, each experiment has its own position methods.
+        """
         from trainshort.experiments.experiments import select_experiments, select_methods
 
         experiments = select_experiments(self.only)
         for name in self.methods:
             known_methods.get(name)  # Raises InputError if the method is unknown.
         if self.methods:
+            # An experiment about a single method is an error if the user named it, and is left out otherwise.
             has_named_experiments = bool(self.only)
             experiments = select_methods(experiments, list(self.methods), named=has_named_experiments)
         return experiments
@@ -133,7 +137,7 @@ def require_report_packages() -> None:
 
 
 def write_and_summarize_report(runs_folder: Path, report_folder: Path) -> None:
-    """Write the report, and print its main table and its path.
+    """Write the report on all runs in a folder, and print its main table and its path.
 
     Args:
         runs_folder: The folder that contains the run folders.
@@ -142,7 +146,7 @@ def write_and_summarize_report(runs_folder: Path, report_folder: Path) -> None:
     from trainshort.experiments.claims.collection import collect
     from trainshort.report.write import headline_table, write_report
 
-    collection = collect([runs_folder])
+    collection = collect([runs_folder])  # The results of all runs in the folder.
     report_path = write_report(collection, report_folder)
     table = headline_table(collection)
     if table:

@@ -156,6 +156,7 @@ def options_from_dataclass(command: type) -> list[Option]:
     options = []
     for field in fields(command):  # pyright: ignore[reportArgumentType]
         type_hint = type_hints[field.name]
+        # A field such as `path: Annotated[Path, Arg(positional=True)]` has further properties of its option.
         arg = Arg()
         if get_origin(type_hint) is Annotated:
             type_hint, arg = get_args(type_hint)
@@ -183,6 +184,7 @@ def _field_docstrings(command: type) -> dict[str, str]:
         source = textwrap.dedent(inspect.getsource(base_class))
         class_body = ast.parse(source).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
         for statement, next_statement in pairwise(class_body):
+            # A field is a statement such as `steps: int = 3`. Its docstring is the expression in the next statement.
             if not isinstance(statement, ast.AnnAssign) or not isinstance(next_statement, ast.Expr):
                 continue
             if isinstance(next_statement.value, ast.Constant):
@@ -376,7 +378,10 @@ class Parser:
         raise self.error(f"Unknown setting '{typed_name}'.{suggestion} See {self.program} --help.")
 
     def _options_named(self, name: str) -> list[Option]:
-        """Return the option with this full name, or else all options whose name ends with a dot and this name."""
+        """Return the option with this full name, or else all options whose name ends with a dot and this name.
+
+        For example, "steps" stands for "train.steps". Several matches mean that the short name is ambiguous.
+        """
         name = _normalize_name(name)
         suffix_matches = []
         for option in self.options:
@@ -414,6 +419,7 @@ class Parser:
             remaining_words: The words after the option. The function removes the values from this list.
         """
         option_words = [] if inline_value is None else [inline_value]
+        # `option.value_count` is the number of values that the option takes. None means any number of values.
         while remaining_words and not _is_option(remaining_words[0]):
             if len(option_words) == option.value_count:
                 break

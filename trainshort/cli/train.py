@@ -98,7 +98,7 @@ def apply_settings(base: RunConfig, settings: dict[str, Any]) -> RunConfig:
     """
     values = base.model_dump()
     for dotted_name, value in settings.items():
-        *group_names, setting = dotted_name.split(".")
+        *group_names, setting = dotted_name.split(".")  # "train.steps": the group "train", the setting "steps".
         group = values
         for group_name in group_names:
             group = group[group_name]
@@ -145,7 +145,7 @@ class Prepare:
     """Stop at bytes that are not UTF-8 (strict), or replace such bytes by U+FFFD (replace)"""
 
     def run(self) -> int:
-        """Prepare the dataset and return the exit code."""
+        """Prepare the dataset, which tokenizes its text, and return the exit code."""
         from trainshort.data.dataset import is_dataset_folder, open_dataset
         from trainshort.data.dataset_request import data_folder
         from trainshort.data.preparation import describe, prepare
@@ -264,7 +264,7 @@ class Train:
 
 
 def find_recipe(name: str) -> tuple[RunConfig, Path]:
-    """Return the settings of a recipe and the default run folder.
+    """Return the settings of a recipe (the named settings of a run) and the default run folder.
 
     Args:
         name: The name of a recipe, a run folder, or the path of a config.json.

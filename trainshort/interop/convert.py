@@ -159,13 +159,15 @@ def _mean_position(model: TransformerLM, length: int) -> Float[Tensor, " width"]
     # `embed` returns embeddings plus positions. With embeddings of zero, it returns the positions alone.
     zero_embeddings = torch.zeros(1, length, config.width)
     positions = torch.arange(length)[None]
-    position_vectors = method.embed(zero_embeddings, positions)[0]
+    position_vectors = method.embed(zero_embeddings, positions)[0]  # (length, width)
     width_factor = config.width**0.5 if config.embedding_scale else 1
     return position_vectors.mean(0) / (config.embedding_factor * width_factor)
 
 
 def convert(conversion: ConversionSource, request: ImportRequest, config: RunConfig, out: Path) -> None:
     """Write the run folder of a converted model. The model is not trained yet.
+
+    A run folder holds a config, a tokenizer and checkpoints, here a checkpoint of step 0.
 
     Args:
         conversion: The model that is converted.
@@ -178,6 +180,7 @@ def convert(conversion: ConversionSource, request: ImportRequest, config: RunCon
         """Return the entries of `import.json` that only a converted model has."""
         return {"source": request.source, "converted": {"from": conversion.position, "to": config.model.position}}
 
+    # `write_run` calls the function, and adds the entries that it returns to `import.json`.
     write_run(conversion.source, config, out, describe_conversion)
 
 
@@ -223,15 +226,17 @@ class ConversionEvaluator:
     """
 
     def __init__(self, run: Path, text: Text, length: int) -> None:
+        """Choose the input lengths of the evaluation. `length` is the training length of the model."""
         self.run = run
         self.text = text
         self.length = length
+        # 1, 2, 4 and 8 times the training length, but only input lengths for which the text has enough tokens.
         all_lengths = [multiple * length for multiple in LENGTH_MULTIPLES]
         lengths = [input_length for input_length in all_lengths if input_length <= len(text.tokens)]
         if not lengths:
-            lengths = [length]
+            lengths = [length]  # The text is shorter than the training length.
         self.plan = Sweep(text.tokens, lengths)
-        self.evaluations: dict[str, Evaluation] = {}
+        self.evaluations: dict[str, Evaluation] = {}  # The keys are those of `STAGES`, such as "before".
 
     def path(self, stage: str) -> Path:
         """Return the path of the JSON file with the evaluation of a stage, a key of `STAGES`."""
@@ -241,7 +246,8 @@ class ConversionEvaluator:
         """Evaluate a model at all lengths, unless the stored evaluation of the stage is complete.
 
         Args:
-            stage: The stage of the conversion, a key of `STAGES`.
+            stage: The stage of the conversion, a key of `STAGES`: "before" is the original model, "surgery" is the
+                model after the conversion to ALiBi, and "trained" is the model after the training.
             name: The path or the hub name of the model.
             bos: The id of the token that the model reads before the first token of the text.
         """
@@ -254,15 +260,17 @@ class ConversionEvaluator:
             if is_complete:
                 return
         make_folder(path.parent)
+        # A target is a model that is evaluated.
         target: Target = open_target(name, trained_at=self.length)
         target.bos = bos
         evaluation = new_evaluation(target, self.text, self.plan, "float32")
         self.evaluations[stage] = run_sweep(target, self.plan, evaluation, path)
 
     def finish(self) -> list[Path]:
-        """Write the extrapolation card of the trained model, and a figure of all stages.
+        """Write the extrapolation card of the trained model, and a figure of all stages of the conversion.
 
-        The extrapolation card states up to which input length the model is as good as at the training length.
+        The extrapolation card is a JSON file. It states up to which input length the model is as good as at the
+        training length. The stages are: the original model, the converted model, and the trained model.
 
         Returns:
             The paths of all files of the conversion, including the evaluations.
@@ -270,6 +278,7 @@ class ConversionEvaluator:
         paths = [self.path(stage) for stage in self.evaluations]
         source_name = str(self.path("trained").relative_to(self.run))
         summary = significance.make_summary(self.evaluations["trained"], source_name)
+        # `make_summary` returns None if the evaluation allows no summary, for example if only one length was scored.
         if summary and significance.save_summary(summary, self.run):
             paths.append(self.run / significance.SUMMARY_FILE)
         if can_draw_figures():
@@ -278,15 +287,21 @@ class ConversionEvaluator:
         return paths
 
     def _evaluations_with_stage_names(self) -> list[Evaluation]:
-        """Return the evaluations with the description of the stage as the name of the model, for a figure's legend."""
+        """Return copies of all evaluations, in which the name of the model is the description of the stage.
+
+        A stage is a step of the conversion, such as "after the training". A figure shows the name in its legend.
+        """
         evaluations = []
         for stage, evaluation in self.evaluations.items():
-            target = evaluation.target | {"name": STAGES[stage]}
+            target = evaluation.target | {"name": STAGES[stage]}  # The target describes the evaluated model.
             evaluations.append(evaluation.model_copy(update={"target": target}))
         return evaluations
 
     def table(self) -> Table:
-        """Return a table of the perplexities, with one row for each length and one column for each stage."""
+        """Return a table of the perplexities, with one row for each input length and one column for each stage.
+
+        The stages of a conversion are: the original model, the converted model, and the trained model.
+        """
         stage_names = [STAGES[stage] for stage in self.evaluations]
         table = Table("tokens", *stage_names, title="perplexity")
         for length in self.plan.lengths:
@@ -301,8 +316,8 @@ class ConversionEvaluator:
 def _format_perplexity(evaluation: Evaluation, length: int) -> str:
     """Return the perplexity at an input length as text, for a cell of a table.
 
-    If the perplexity could not be measured, return the status that says why. If the length was not evaluated, return an
-    empty string.
+    If the perplexity could not be measured, return the status that says why, such as "not finite". If the length was
+    not evaluated, return an empty string.
     """
     row = evaluation.row(length)
     if row is None:

@@ -116,6 +116,7 @@ def import_model(request: ImportRequest, out: Path) -> Path:
 
     def describe_import(run_folder: Path) -> dict[str, Any]:
         """Return the entries of `import.json` that only an imported model has."""
+        # The parity check compares the logits of the imported model with those of transformers.
         return {"source": request.source, "parity": _check_parity(source, run_folder)}
 
     write_run(source, config, out, describe_import)
@@ -230,11 +231,11 @@ def _halves_to_pairs(
     q_and_k = qkv[:num_q_and_k_rows]
     v = qkv[num_q_and_k_rows:]  # The values are not rotated.
 
-    heads = q_and_k.unflatten(0, (-1, config.head_width))
+    heads = q_and_k.unflatten(0, (-1, config.head_width))  # (q heads + k heads, head width, ...)
     rotated = heads[:, :rotary_dims]
     not_rotated = heads[:, rotary_dims:]
-    two_halves = rotated.unflatten(1, (2, rotary_dims // 2))
-    pairs = two_halves.transpose(1, 2).flatten(1, 2)
+    two_halves = rotated.unflatten(1, (2, rotary_dims // 2))  # (heads, 2, rotary_dims / 2, ...)
+    pairs = two_halves.transpose(1, 2).flatten(1, 2)  # (heads, rotary_dims, ...)
     reordered_heads = torch.cat([pairs, not_rotated], dim=1)
     return torch.cat([reordered_heads.flatten(0, 1), v])
 
@@ -334,7 +335,7 @@ def open_folder(folder: Path, request: ImportRequest, known_formats: Registry[Fo
 
 
 def _unknown_format_hint(model_type: str, known_formats: Registry[Format]) -> str:
-    """Return the end of the error message for a model type that a command does not accept.
+    """Return the end of an error message for a model type that `trainshort import` or `convert` does not accept.
 
     Args:
         model_type: The model type.
@@ -400,7 +401,13 @@ def download_snapshot(name: str, patterns: tuple[str, ...] = DOWNLOAD_PATTERNS) 
 
 
 def _write_checkpoint(run_folder: Path, config: RunConfig, weight_map: WeightMap) -> None:
-    """Write the imported weights as the checkpoint of step 0, without optimizer state."""
+    """Write the imported weights as the checkpoint of step 0, without optimizer state.
+
+    Args:
+        run_folder: The new run folder.
+        config: The config of the run.
+        weight_map: The shape of each trainshort tensor, and a function that computes the tensor from the source model.
+    """
     folder = run_folder / "checkpoints" / checkpoint_files.checkpoint_name(0)
     (folder / "model").mkdir(parents=True)
     save_config(config, folder / "config.json")
@@ -465,7 +472,11 @@ def _check_parity(source: ImportSource, run_folder: Path) -> dict[str, Any] | st
 
 
 def _parity_unsupported_reason(source: ImportSource) -> str | None:
-    """Return why an imported model cannot be compared with transformers, or None if it can be compared."""
+    """Return why an imported model cannot be compared with transformers, or None if it can be compared.
+
+    The comparison ("parity check") runs the same input through the imported model and through the model class of
+    transformers, and compares their logits.
+    """
     if source.format_name == "trainshort":
         return "the model was trained with trainshort"
     if source.format_name not in TRANSFORMERS_FORMATS:

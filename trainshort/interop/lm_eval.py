@@ -113,7 +113,11 @@ def evaluate_tasks(target: Target, request: HarnessRequest) -> dict[str, Any]:
 
 
 def _make_task_manager(request: HarnessRequest) -> Any:
-    """Return a `TaskManager` of the harness that knows the tasks of a request."""
+    """Return a `TaskManager` of lm-evaluation-harness (the "harness") that knows the tasks of a request.
+
+    Args:
+        request: The names of the tasks, and optionally a folder with task definitions of the user.
+    """
     tasks_module = import_optional("lm_eval.tasks", "Running lm-evaluation-harness tasks", INSTALL)
     task_manager_class = tasks_module.TaskManager
     include_path = None
@@ -129,13 +133,13 @@ def _make_task_manager(request: HarnessRequest) -> Any:
 
 
 def save(result: dict[str, Any], target: Target) -> Path:
-    """Write a result to the folder `harness` of the run. Return the path of the file.
+    """Write a result of lm-evaluation-harness to the folder `harness` of the run. Return the path of the file.
 
     Args:
         result: The result that `evaluate_tasks` returned.
         target: The model that was evaluated.
     """
-    # The file is named after the tasks, without characters that are not allowed in file names.
+    # The file is named after the requested tasks, without characters that are not allowed in file names.
     task_names = "-".join(result["asked"]["tasks"])
     file_name = task_names[:MAX_FILE_NAME_LENGTH].replace("/", "-").replace("*", "all")
     path = make_folder(target.folder / "harness") / f"{file_name}.json"

@@ -76,7 +76,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _load_with_stubs(path: Path) -> Any:
-    """Load a checkpoint with PyTorch's `weights_only` loader, and replace the classes of fairseq by stubs."""
+    """Load a checkpoint with PyTorch's `weights_only` loader, and replace the classes of fairseq by stubs.
+
+    A stub only stores the arguments and the attributes of an object. No code of the original class is executed.
+    """
     is_zip = zipfile.is_zipfile(path)
     class_names = _class_names_in_zip(path) if is_zip else _class_names_in_legacy_file(path)
     stubs: list[Any] = []
@@ -92,7 +95,7 @@ def _load_with_stubs(path: Path) -> Any:
 
 
 def _read_error(path: Path, error: Exception) -> InputError:
-    """Return the error message for a file that PyTorch's loader rejected."""
+    """Return the error for a file that PyTorch's loader rejected: an unsafe checkpoint, or not a checkpoint at all."""
     # The loader names a class that is not allowed as "GLOBAL os.system".
     forbidden_class = re.search(r"GLOBAL (\S+)", str(error))
     if forbidden_class is not None:
@@ -145,6 +148,8 @@ def is_stored(tensor: torch.Tensor) -> bool:
 
 def unwrap_stub(value: Any) -> Any:
     """Return the content of an `UnpickleStub`, or `value` itself if it is not a stub.
+
+    A stub takes the place of an object whose class must not be loaded from a checkpoint.
 
     For example, the content of the stub of an `argparse.Namespace` is the dictionary of its settings.
     """

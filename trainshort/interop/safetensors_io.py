@@ -38,8 +38,9 @@ class StoredWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path) -> None:
+        """Open all safetensors files of a model folder. A model can be split into several files."""
         self.files = find_weight_files(folder)
-        self._file_of_tensor: dict[str, Any] = {}
+        self._file_of_tensor: dict[str, Any] = {}  # The opened file that holds each tensor, by the name of the tensor.
         for path in self.files:
             opened_file, names = _open_safetensors(path)
             duplicates = sorted(self._file_of_tensor.keys() & names)

@@ -126,7 +126,14 @@ def save(run: Path, data: CheckpointData, world: World) -> Path:
 
 
 def _create_partial_folder(partial: Path, data: CheckpointData) -> None:
-    """Create the partial folder of a checkpoint, and write its JSON files."""
+    """Create the partial folder of a checkpoint, and write its JSON files: the config and the progress of the run.
+
+    A checkpoint is written to a partial folder, which is renamed when it is complete.
+
+    Args:
+        partial: The path of the partial folder. The remains of an interrupted save at this path are removed.
+        data: The content of the checkpoint.
+    """
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -135,13 +142,13 @@ def _create_partial_folder(partial: Path, data: CheckpointData) -> None:
 
 
 def _compute_digests_of_rank(partial: Path, world: World) -> checkpoint_files.Digests:
-    """Flush a share of the files to the disk, and return their sizes and hashes.
+    """Flush a share of the files of a new checkpoint to the disk, and return the sizes and hashes of these files.
 
     The ranks share the files: with two ranks, each rank processes every second file.
 
     Args:
         partial: The partial folder of the checkpoint.
-        world: The ranks that train together.
+        world: The ranks (processes) that train together.
     """
     # Rank 0 takes the files 0, size, 2 * size and so on. Rank 1 takes the files 1, 1 + size and so on.
     names_of_rank = checkpoint_files.list_files(partial)[world.rank :: world.size]
@@ -160,8 +167,9 @@ def restore(folder: Path, parts: Parts, *, sharded: bool = False) -> TrainState:
 
     Args:
         folder: The checkpoint folder, which was verified before.
-        parts: The tensors to fill, by part and name.
-        sharded: Whether each rank holds only a shard of the tensors. Then all ranks must call this function.
+        parts: The tensors to fill, by part of the checkpoint ("model" or "optimizer") and by name.
+        sharded: Whether each rank (process) holds only a shard (part) of each tensor. Then all ranks must call this
+            function.
 
     Returns:
         The progress of the run.
@@ -171,7 +179,7 @@ def restore(folder: Path, parts: Parts, *, sharded: bool = False) -> TrainState:
     """
     state = read_state(folder)
     for part, tensors in parts.items():
-        is_stored = (folder / part).exists()
+        is_stored = (folder / part).exists()  # Each part of a checkpoint is a folder.
         if is_stored or state.step > 0:
             read_part(folder / part, tensors, sharded=sharded)
     return state
@@ -355,6 +363,7 @@ def _check_tensor_names_and_shapes(folder: Path, stored_shapes: Shapes, expected
         stored_shapes: The shapes of the stored tensors by name.
         expected: The tensors of the model by name.
     """
+    # The operator ^ returns the names that are in only one of the two sets.
     differing_names = sorted(stored_shapes.keys() ^ expected.keys())
     if differing_names:
         examples = ", ".join(differing_names[:3])
@@ -371,7 +380,7 @@ def _check_tensor_names_and_shapes(folder: Path, stored_shapes: Shapes, expected
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write the shards of this rank with torch.distributed.checkpoint. All ranks must call this function."""
+    """Write the shards (parts of tensors) of this rank with torch.distributed.checkpoint. All ranks must call this."""
     # These imports are slow, and only sharded checkpoints need them.
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter

@@ -164,7 +164,7 @@ def _first_valid(folders: Iterable[Path], report: ReportFunction) -> Path | None
     """
     has_skipped = False
     for folder in folders:
-        problem = find_corruption(folder)
+        problem = find_corruption(folder)  # a text such as "state.json is missing", or None
         if problem is None:
             if has_skipped:
                 report(f"Using {folder} instead.")
@@ -256,7 +256,10 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def extrapolation_summary(run: Path) -> str | None:
-    """Return the extrapolation summary of the run's evaluation, or None if the run was not evaluated."""
+    """Return a sentence that says up to which input length the model of a run works well.
+
+    The result is None if the run was not evaluated.
+    """
     try:
         return io.read_with_checksum(run / "extrapolation.json").get("summary")
     except InputError:
@@ -268,6 +271,8 @@ def extrapolation_summary(run: Path) -> str | None:
 
 def finalize_checkpoint(folder: Path, digests: "Digests") -> None:
     """Write the manifest of a completely written checkpoint, and rename the partial folder to its final name.
+
+    The manifest lists the size and the SHA-256 of each file.
 
     Before the rename, the checkpoint does not exist. After the rename, the checkpoint is complete.
 
@@ -324,7 +329,9 @@ def _remove(path: Path) -> None:
 
 
 def remove_partial_checkpoints(run: Path) -> None:
-    """Remove what interrupted saves and removals left behind. The caller must hold the lock of the run.
+    """Remove what interrupted saves and interrupted deletions of checkpoints left behind.
+
+    The caller must hold the lock of the run, so that no other process writes to the folder.
 
     Args:
         run: The run folder.
@@ -389,7 +396,7 @@ def compute_digest(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, digests: Digests) -> None:
-    """Write the manifest of a checkpoint.
+    """Write the manifest of a checkpoint: a file with the size and the SHA-256 of all other files.
 
     Args:
         folder: The checkpoint folder, or the partial folder of a checkpoint.
@@ -406,7 +413,7 @@ def _format_manifest(digests: Digests) -> str:
 
 
 def find_corruption(folder: Path, only: str | None = None) -> str | None:
-    """Compare the files of a checkpoint with its manifest.
+    """Compare the files of a checkpoint with its manifest, which lists the size and the SHA-256 of each file.
 
     Args:
         folder: The checkpoint folder.
@@ -420,7 +427,7 @@ def find_corruption(folder: Path, only: str | None = None) -> str | None:
     try:
         return _compare_with_manifest(folder, only)
     except InputError as error:
-        # The message becomes a part of another sentence.
+        # The message becomes a part of another sentence, so it must start in lower case and have no period.
         message = str(error).removesuffix(".")
         return message[0].lower() + message[1:]
     except OSError as error:

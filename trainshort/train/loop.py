@@ -217,8 +217,8 @@ def _accumulate_gradients(context: TrainingContext, step: int, batch: Batch, tar
     Args:
         context: The model and the settings.
         step: The number of the step, for the seed of the dropout masks.
-        batch: The sequences of this rank.
-        target_count: The number of targets of all ranks.
+        batch: The sequences of this rank (process).
+        target_count: The number of targets (predicted tokens) in the batches of all ranks.
 
     Returns:
         The sum of the losses of this rank.
@@ -241,16 +241,17 @@ def _accumulate_gradients(context: TrainingContext, step: int, batch: Batch, tar
 
 
 def _compute_loss(context: TrainingContext, batch: Batch, rows: slice) -> Loss:
-    """Compute the loss of some sequences of a batch.
+    """Compute the summed loss of some sequences of a batch.
 
     Args:
         context: The model and the device.
         batch: The sequences of this rank.
-        rows: The sequences to use.
+        rows: The sequences to use, as a range of row numbers.
     """
     device = context.world.device
     inputs = torch.from_numpy(batch.inputs[rows]).to(device)
     targets = torch.from_numpy(batch.targets[rows]).to(device)
+    # The document of each token, if documents are packed into one sequence. Tokens attend to their own document only.
     segment_ids = None
     if batch.segment_ids is not None:
         segment_ids = torch.from_numpy(batch.segment_ids[rows]).to(device)
@@ -283,6 +284,7 @@ def _check_finite_on_all_ranks(context: TrainingContext, step: int, nll: float, 
     Raises:
         NotFiniteError: If a loss of any rank or the norm of the gradients is NaN or infinite.
     """
+    # `all_gather` returns one list of values for each rank, such as [[12.5], [13.0]].
     losses = [rank_nll for (rank_nll,) in context.world.all_gather([nll])]
     bad_ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     if not bad_ranks and math.isfinite(grad_norm):
@@ -311,6 +313,8 @@ def _next_state(state: TrainState, nll: float, target_count: int) -> TrainState:
         nll: The sum of the losses of the step, over all ranks.
         target_count: The number of targets of the step, over all ranks.
     """
+    # "window" stands for the steps since the last line in metrics.jsonl. "valid" stands for a validation, which did not
+    # happen at the new step yet. An "nll" is a sum of losses, and a "count" is the number of targets in the sum.
     changes = {
         "step": state.step + 1,
         "tokens": state.tokens + target_count,
@@ -323,10 +327,11 @@ def _next_state(state: TrainState, nll: float, target_count: int) -> TrainState:
 
 
 def _metrics_record(state: TrainState, *, lr: float, grad_norm: float, step_seconds: float) -> dict[str, Any]:
-    """Return a training record for metrics.jsonl.
+    """Return the values that are logged in one line of metrics.jsonl.
 
     Args:
-        state: The progress of the run. Its `window_nll` and `window_count` are the sums since the record before.
+        state: The progress of the run. Its `window_nll` is the sum of the losses since the record before, and its
+            `window_count` is the number of targets in that sum.
         lr: The learning rate of the last step.
         grad_norm: The norm of the gradients in the last step, before clipping.
         step_seconds: The time of the training steps since the record before.
@@ -450,7 +455,7 @@ def _save_checkpoint(context: TrainingContext, state: TrainState) -> Path:
     Returns:
         The checkpoint folder.
     """
-    world = context.world
+    world = context.world  # the ranks (processes) that train together
     metrics_path = context.folder.metrics
     world.run_on_main(lambda: metrics_log.sync_lines(metrics_path))
     last_checksum = world.broadcast_from_rank0(lambda: metrics_log.read_last_checksum(metrics_path))

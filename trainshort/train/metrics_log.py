@@ -57,6 +57,7 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     for record, _ in lines:
         for name in METRIC_FIELDS:
             _require_number(folder, record, name)
+    # A checkpoint stores the checksum of the last line that was logged before it. So missing lines can be detected.
     if checkpoint_states:
         last_state = checkpoint_states[-1]
         step = last_state.get("step")
@@ -122,6 +123,11 @@ def _lines_up_to_step(
 def _require_number(folder: RunFolder, record: dict[str, Any], name: str) -> float:
     """Return a number of a record in metrics.jsonl. The number "step" must be an integer.
 
+    Args:
+        folder: The run folder, for the error message.
+        record: The values of one line.
+        name: The name of the number, such as "loss".
+
     Raises:
         InputError: If the record has no such number.
     """
@@ -185,7 +191,7 @@ def _read_complete_lines(path: Path) -> list[bytes]:
 
 
 def _compute_checksum(previous_line: bytes, record: dict[str, Any]) -> str:
-    """Return the checksum of a record.
+    """Return the checksum of a record. It includes the previous line, so removed or inserted lines are detected.
 
     Args:
         previous_line: The line before the record, without its newline. Empty for the first record.
@@ -220,7 +226,7 @@ def _read_last_line(path: Path) -> bytes:
         with io.open_file(path, hint=RESTORE_HINT) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - TAIL_BYTES))
-            tail = file.read()
+            tail = file.read()  # The end of the file, which contains the complete last line.
     except io.MissingFileError:
         return b""
     return tail.removesuffix(b"\n").rpartition(b"\n")[2]

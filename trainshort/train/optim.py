@@ -79,7 +79,8 @@ class Nesterov(torch.optim.SGD):
     """
 
     def __init__(self, groups: list[dict], *, lr: float, momentum: float) -> None:
-        # torch must not see the weight decay, so it is stored under another name.
+        """Create the optimizer for some parameter groups. Each group is a dictionary with its own weight decay."""
+        # torch must not apply the weight decay, because `step` applies it. So it is stored under another name.
         weight_decays = [group.pop("weight_decay") for group in groups]
         super().__init__(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)
         for group, weight_decay in zip(self.param_groups, weight_decays, strict=True):
@@ -117,7 +118,11 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Do one step of AdamW for some parameter groups, and one step of Muon for the other groups."""
+        """Do one step of AdamW for some parameter groups, and one step of Muon for the other groups.
+
+        The key "state_names" of a parameter group names the tensors that the optimizer stores for each parameter. It
+        also selects the algorithm: `ADAMW_STATE` selects AdamW, and `MOMENTUM_STATE` selects Muon.
+        """
         all_groups = self.param_groups
         # AdamW.step updates all groups in `self.param_groups`, so the list is temporarily reduced to the AdamW groups.
         self.param_groups = [group for group in all_groups if group["state_names"] is ADAMW_STATE]
@@ -128,12 +133,16 @@ class Muon(torch.optim.AdamW):
                 self._update_muon_group(group)
 
     def _update_muon_group(self, group: dict[str, Any]) -> None:
-        """Do one step of Muon for a parameter group. All parameters must have a gradient."""
+        """Do one step of Muon for a parameter group, whose parameters are matrices with gradients.
+
+        Matrices of the same shape are processed together.
+        """
         parameters_by_shape: dict[torch.Size, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             parameters_by_shape.setdefault(parameter.shape, []).append(parameter)
 
         for (rows, columns), parameters in parameters_by_shape.items():
+            # Shape of the momenta and of the updates: (number of parameters, rows, columns).
             momenta = torch.stack([self._update_momentum(parameter) for parameter in parameters])
             updates = orthogonalize(momenta)
             # With this factor, the update has about the same size as an update of AdamW.
@@ -148,6 +157,7 @@ class Muon(torch.optim.AdamW):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         gradient: Tensor = parameter.grad  # pyright: ignore[reportAssignmentType]  (`step` sets missing gradients to 0.)
+        # a.lerp(b, weight) = a + weight * (b - a). The buffer becomes a moving average of the gradients.
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
         return gradient.lerp(buffer, self.momentum)
 
@@ -241,7 +251,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def _parameter_kind(name: str, parameter: nn.Parameter) -> ParameterKind:
-    """Return which parameter group a parameter belongs to.
+    """Return which parameter group of the optimizer a parameter belongs to. Each group has its own settings.
 
     Args:
         name: The name of the parameter in the model, such as "vocabulary.embedding.weight".
@@ -301,7 +311,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     Returns:
         The norm before the scaling.
     """
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)  # An infinite limit changes nothing.
     if hasattr(norm, "full_tensor"):
         return norm.full_tensor()  # pyright: ignore  (With FSDP, the norm is a sharded tensor.)
     return norm

@@ -55,7 +55,7 @@ class World:
         return self.rank == 0
 
     def all_gather(self, values: list[float]) -> list[list[float]]:
-        """Return the values of all ranks, in float64.
+        """Return the values of all ranks (processes that train together), in float64.
 
         Args:
             values: The values of this rank. All ranks must pass the same number of values.
@@ -81,7 +81,7 @@ class World:
         return [sum(column) for column in zip(*rows, strict=True)]
 
     def all_gather_objects(self, value: Result) -> list[Result]:
-        """Return the values of all ranks. The values can be any objects that can be pickled.
+        """Return a list with one value from each rank (process). The values can be any objects that can be pickled.
 
         This method is slower than `all_gather`.
         """
@@ -92,7 +92,7 @@ class World:
         return values
 
     def run_on_all_ranks(self, work: Callable[[], Result]) -> Result:
-        """Call a function on every rank. If the function fails on one rank, all ranks raise an error.
+        """Call a function on every rank (process). If the function fails on one rank, all ranks raise an error.
 
         Without this method, the other ranks would wait for the failed rank in the next collective operation.
 
@@ -149,6 +149,7 @@ class World:
         Raises:
             InputError: If `work` raised an `InputError`.
         """
+        # `run_on_main` returns None on all ranks except rank 0.
         results_by_rank = self.all_gather_objects(self.run_on_main(work))
         return results_by_rank[0]
 
@@ -239,6 +240,7 @@ def _connect_store(rank: int, size: int) -> Store:
     )
     store_of_restart = PrefixStore(f"restart-{restart_count()}", store)
     # A process may train several runs, one after the other. Each run uses keys with another prefix.
+    # `add` increases a counter in the store, and returns its new value.
     run_number = store_of_restart.add(f"joins-of-{rank}", 1)
     return PrefixStore(f"join-{run_number}", store_of_restart)
 
@@ -321,7 +323,10 @@ def _shard_model(model: Any, world: World, strategy: str, *, bfloat16: bool) -> 
 
     @contextmanager
     def no_sync() -> Iterator[None]:
-        """Context manager: do not synchronize gradients inside the block."""
+        """Context manager: do not average the gradients of the ranks inside the block.
+
+        The gradients of several micro-batches are added up first, and averaged once.
+        """
         model.set_requires_gradient_sync(False)
         try:
             yield
@@ -332,7 +337,7 @@ def _shard_model(model: Any, world: World, strategy: str, *, bfloat16: bool) -> 
 
 
 def bfloat16_unsupported_reason(device: torch.device) -> str | None:
-    """Return why bfloat16 is not faster than float32 on a device, or None if it is faster."""
+    """Return why bfloat16 is not faster than float32 on a device, as a clause, or None if bfloat16 is faster."""
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return None

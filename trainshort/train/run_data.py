@@ -31,9 +31,11 @@ RUN_DATA_FILE = "data.json"
 def copy_data_description(run: Path, prepared: PreparedDataset) -> None:
     """Copy the tokenizer and the description of a dataset into a run folder. Existing files are not changed.
 
+    With the copies, the run can be used after the dataset was removed.
+
     Args:
         run: The run folder.
-        prepared: The dataset.
+        prepared: The dataset, whose text was tokenized before ("prepared").
     """
     if not (run / TOKENIZER).exists():
         write_atomic(run / TOKENIZER, read_bytes(prepared.folder / TOKENIZER))

@@ -181,7 +181,7 @@ def check_run_path_free(path: Path, *, resume: bool) -> RunConfig | None:
         raise InputError(f"Cannot list {path}: {io.describe_os_error(error)}. Choose another --out.") from None
 
     # A process that was killed before the run was created leaves at most these two files.
-    files_before_start = {"config.json" + io.PARTIAL, LOCK_FILE}
+    files_before_start = {"config.json" + io.PARTIAL, LOCK_FILE}  # `io.PARTIAL` is the suffix of incomplete files.
     exists_already = bool(entries - files_before_start)
     if not exists_already:
         return None
@@ -211,6 +211,7 @@ def _check_same_config(stored_config: RunConfig, new_config: RunConfig, path: Pa
             continue
         if not was_trained and not name.startswith("model."):
             continue
+        # Neither value changes results beyond rounding.
         if is_result_neutral(name, stored_value) and is_result_neutral(name, new_value):
             continue
         raise InputError(
@@ -252,12 +253,15 @@ def run_name(config: RunConfig) -> str:
 
 
 def _reset_neutral_settings(config: RunConfig) -> RunConfig:
-    """Return a copy in which every setting that does not influence results has its default value."""
+    """Return a copy in which every setting that does not influence results has its default value.
+
+    For example, how often training is logged does not influence results.
+    """
     defaults = flatten(RunConfig().model_dump())
     changes: dict[str, dict[str, Any]] = {}
     for name, value in flatten(config.model_dump()).items():
         if is_result_neutral(name, value):
-            section, _, setting = name.partition(".")
+            section, _, setting = name.partition(".")  # "train.log_every" has the section "train".
             changes.setdefault(section, {})[setting] = defaults[name]
     return config.replace(**changes)
 

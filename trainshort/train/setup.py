@@ -125,7 +125,7 @@ def resolve_plugins(config: RunConfig, run: Path) -> RunConfig:
             The plug-in of the corpus is required only while the data is not prepared.
     """
     plugins.require_plugins(config.plugins, str(run))
-    # `get` raises InputError for unknown names.
+    # Look up the position method and the attention backend, because `get` raises InputError for unknown names.
     methods.get(config.model.position)
     if config.model.backend != "auto":
         backends.get(config.model.backend)
@@ -135,6 +135,7 @@ def resolve_plugins(config: RunConfig, run: Path) -> RunConfig:
     records = [PluginRecord(name=plugin.name, sha256=plugin.sha256) for plugin in model_plugins]
     for plugin in corpus_plugins:
         if plugin not in model_plugins:
+            # `for_data=True` marks a plug-in that only defines the corpus.
             records.append(PluginRecord(name=plugin.name, sha256=plugin.sha256, for_data=True))
 
     # If the data is already prepared, the plug-in of the corpus does not have to be loaded. Its old record is kept.
@@ -289,7 +290,8 @@ def _dry_run_forward(model: TransformerLM, batch_stream: BatchStream) -> None:
 
     Args:
         model: The model.
-        batch_stream: The batches. Only their length and packing are used.
+        batch_stream: The batches of the training. Only the length of their sequences, and how documents are packed into
+            sequences, are used.
     """
     device = next(model.parameters()).device
     tokens = torch.zeros(1, batch_stream.length, dtype=torch.long, device=device)
@@ -315,6 +317,7 @@ def restore_checkpoint(context: TrainingContext) -> TrainState:
     """
     checkpoint_name = context.world.broadcast_from_rank0(lambda: _clean_up_interrupted_run(context.folder))
     if checkpoint_name is None:
+        # The progress of a new run: all counters and sums of losses are zero.
         return TrainState(step=0, tokens=0, seconds=0.0, window_nll=0.0, window_count=0)
     checkpoint_folder = context.folder.checkpoints / checkpoint_name
     is_sharded = context.distributed_model.sharded
@@ -326,7 +329,7 @@ def restore_checkpoint(context: TrainingContext) -> TrainState:
 
 
 def _clean_up_interrupted_run(folder: RunFolder) -> str | None:
-    """Bring a run folder into the state of its last valid checkpoint.
+    """Bring a run folder into the state of its last valid checkpoint. A valid checkpoint is not damaged.
 
     Partial checkpoints are removed, damaged checkpoints are renamed, and later lines of metrics.jsonl are removed.
 
@@ -422,7 +425,8 @@ def check_same_data(context: TrainingContext, data_sha256: str) -> None:
 def record_session(context: TrainingContext, state: TrainState, data_sha256: str) -> None:
     """Append a record to sessions.jsonl: the first step, the data, the machine and the versions of packages.
 
-    If the number of threads has changed since the last session, log a warning.
+    A session is one call of `train`. A run that was interrupted and resumed has several sessions. If the
+    number of threads has changed since the last session, log a warning.
 
     Args:
         context: The run.

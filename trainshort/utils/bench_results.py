@@ -61,7 +61,7 @@ class Measurement(StrictConfig):
 
     @property
     def name(self) -> str:
-        """The case as text: "windowed, 1,024 tokens"."""
+        """What was measured as text. The case {"engine": "windowed", "tokens": 1024} is "windowed, 1,024 tokens"."""
         parts = []
         for key, value in self.case.items():
             parts.append(f"{value:,} {key}" if isinstance(value, int) else value)
@@ -159,6 +159,8 @@ def format_measure(measure: Measure) -> str:
 def group_by_case_keys(rows: Sequence[Measurement]) -> list[tuple[list[Measurement], dict[str, str]]]:
     """Group measurements whose cases have the same keys. Each group is shown as a table.
 
+    A case says what was measured, such as {"engine": "windowed", "tokens": 1024}. Its keys are "engine" and "tokens".
+
     Args:
         rows: The measurements.
 
@@ -242,7 +244,7 @@ def find_bench_results(folder: Path) -> list[tuple[Path, BenchResult]]:
         if is_bench_result(values):
             paths.append(path)
     results = [(path, load_bench_result(path)) for path in paths]
-    return sorted(results, key=_measurement_time)
+    return sorted(results, key=_measurement_time)  # the oldest result first
 
 
 def _measurement_time(path_and_result: tuple[Path, BenchResult]) -> str:

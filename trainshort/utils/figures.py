@@ -118,7 +118,8 @@ class Figure:
 def round_ticks(low: float, high: float) -> list[float]:
     """Choose round numbers for the ticks of a logarithmic axis.
 
-    If the ends are far from each other, the steps are 1, 2 and 5 times powers of ten. Otherwise the steps are equal.
+    If the ends are far from each other, the ticks are 1, 2 and 5 times powers of ten. Otherwise the ticks have equal
+    distances.
 
     Args:
         low: The smallest value on the axis.
@@ -193,7 +194,7 @@ def thin_ticks(positions: Sequence[float], max_ticks: int = 10) -> tuple[tuple[f
     if log_range == 0:
         log_range = 1.0  # All positions are equal. Any positive distance then selects one tick.
     # 0.99 keeps ticks whose distance is too small only because of rounding errors.
-    min_distance = 0.99 * log_range / (max_ticks - 1)
+    min_distance = 0.99 * log_range / (max_ticks - 1)  # a difference of logarithms
     ticks: list[float] = []
     for position in sorted(positions):
         if not ticks or math.log(position / ticks[-1]) >= min_distance:
@@ -243,6 +244,7 @@ def to_lab(color: str) -> tuple[float, float, float]:
     for row in RGB_TO_XYZ:
         coordinate = sum(weight * channel for weight, channel in zip(row, linear_rgb, strict=True))
         cube_roots.append(coordinate ** (1 / 3))
+    # The standard formulas of L*, a* and b*, without the special case for very dark colors.
     x, y, z = cube_roots
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
@@ -354,7 +356,7 @@ def _draw_bars(axes: "Axes", figure: Figure) -> None:
 
 
 def _draw_lines(axes: "Axes", figure: Figure) -> None:
-    """Draw a line figure with its axes, vertical lines and legend."""
+    """Draw a line figure with its axes, vertical lines and legend. `axes` are the axes of matplotlib."""
     right_axes = axes.twinx() if figure.right_label else None
     for series in figure.series:
         series_axes = axes
@@ -386,7 +388,10 @@ def _draw_lines(axes: "Axes", figure: Figure) -> None:
 
 
 def _draw_series(axes: "Axes", series: Series) -> None:
-    """Draw one line with its band. A line with a single point is drawn as a large marker with an error bar."""
+    """Draw one line with its band, such as a confidence interval, which reaches from `series.low` to `series.high`.
+
+    A line with a single point is drawn as a large marker with an error bar.
+    """
     is_single_point = len(series.x) == 1
     style: dict[str, Any] = {"linewidth": 2, "marker": "o", "markersize": 4}
     if series.is_reference:
@@ -399,6 +404,7 @@ def _draw_series(axes: "Axes", series: Series) -> None:
     if not series.low:
         return
     if is_single_point:
+        # The lengths of the error bar below and above the point.
         error = [[series.y[0] - series.low[0]], [series.high[0] - series.y[0]]]
         axes.errorbar(series.x, series.y, yerr=error, color=series.color, capsize=4, linestyle="none")
     else:

@@ -294,7 +294,8 @@ def make_folder(path: Path, *, hint: str = OTHER_PATH_HINT) -> Path:
 @contextmanager
 def remove_empty_folders(path: Path) -> Iterator[None]:
     """Context manager: remove the folders that the block created at `path` or above, if they are still empty."""
-    # The list starts with the innermost folder, so that each folder is empty when its turn comes.
+    # Only folders that do not exist before the block may be removed. The list starts with the innermost folder, so that
+    # each folder is empty when its turn comes.
     missing_folders = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
         yield
@@ -312,7 +313,10 @@ def check_folder_writable(path: Path, *, hint: str = OTHER_PATH_HINT) -> None:
 
 
 def check_file_writable(path: Path, *, hint: str = OTHER_PATH_HINT) -> None:
-    """Raise `InputError` if a file cannot be written. The check leaves no new file behind."""
+    """Raise `InputError` if a file cannot be written. The check leaves no new file behind.
+
+    An existing file is not changed, because the check writes to a temporary path next to the file.
+    """
     if not os.path.exists(path.parent):
         check_folder_writable(path.parent, hint=hint)
         return

@@ -274,12 +274,16 @@ def _read_cgroup_limits() -> list[tuple[int, int]]:
 
 
 def _reclaimable_bytes(group: Path) -> int:
-    """Return the size of the file cache of a control group that the system frees when memory is needed."""
+    """Return how many bytes of its file cache the system can free in a control group (cgroup) when memory is needed.
+
+    Args:
+        group: The folder of the control group. Containers use control groups to limit memory.
+    """
     sizes = {}
     for line in _read_lines(group / "memory.stat"):
         name, size = line.split()
         sizes[name] = int(size)
-    # Only version 1 of cgroups has this value. It includes the groups below this group.
+    # Only version 1 of cgroups has the value "total_inactive_file", which includes the groups below this group.
     if "total_inactive_file" in sizes:
         return sizes["total_inactive_file"]
     return sizes.get("inactive_file", 0)
@@ -294,9 +298,10 @@ class PeakMemory:
     """Measure the peak memory of this process, or of a GPU, since the object was created."""
 
     def __init__(self, device: torch.device) -> None:
+        """Reset the peak memory of a GPU, or of this process if the device is the CPU."""
         self.device = device
-        self.is_known = True
-        gc.collect()
+        self.is_known = True  # Whether the system can measure the peak memory.
+        gc.collect()  # Memory that Python can free must not count.
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return

@@ -69,6 +69,7 @@ def record_registration(registry: "Registry[Any]", name: str) -> None:
         registry: The registry of the entry.
         name: The name of the entry.
     """
+    # `_loading` holds the plug-ins whose code is being executed. The last plug-in is the innermost one.
     if _loading:
         _loading[-1].entries.append((registry, name))
 
@@ -218,7 +219,7 @@ def _execute(key: str, plugin: Plugin, description: str, execute: Callable[[], o
 
     Args:
         key: The key of the plug-in in the table of loaded plug-ins.
-        plugin: The plug-in.
+        plugin: The plug-in. It lists the entries that its code registers, such as new position methods.
         description: The name of the plug-in for error messages.
         execute: A function that executes the code.
 
@@ -287,7 +288,7 @@ def plugin_errors(*names: tuple[str, str]) -> Iterator[None]:
     except Exception as error:
         for kind, name in names:
             for plugin in plugins_of([(kind, name)]):
-                line = _describe_line(error, plugin)
+                line = _describe_line(error, plugin)  # such as " (line 12)", or None
                 is_call_error = isinstance(error, TypeError | AttributeError)
                 if line is None and not is_call_error:
                     continue
@@ -305,7 +306,7 @@ def plugins_of(names: Iterable[tuple[str, str]]) -> list[Plugin]:
     Args:
         names: The entries, as pairs of the kind of the registry and the name of the entry.
     """
-    entry_names = set(names)
+    entry_names = set(names)  # for example {("position method", "alibi")}
     plugins = []
     for plugin in _loaded.values():
         registered_names = {(registry.kind, name) for registry, name in plugin.entries}

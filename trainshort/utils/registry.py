@@ -60,6 +60,7 @@ class Registry(Generic[EntryT]):
         required_methods: tuple[str, ...] = (),
         on_register: str | None = None,
     ) -> None:
+        """Create a table of objects that users choose by name. The built-in objects are imported when they are used."""
         self.kind = kind
         self.required_methods = required_methods
         self.on_register = on_register
@@ -80,6 +81,8 @@ class Registry(Generic[EntryT]):
         """
 
         def add(entry: RegisteredT) -> RegisteredT:
+            """Add the decorated class, function or object under `name`, and return it unchanged."""
+            # `on_register` is None, or the import path of a function that may raise `InputError` to reject the entry.
             if self.on_register is not None:
                 _import_object(self.on_register)(name, entry)
             self.add(name, entry)  # pyright: ignore[reportArgumentType]
@@ -125,7 +128,7 @@ class Registry(Generic[EntryT]):
                 known_names += f" and {len(names) - MAX_SUGGESTIONS} more"
             raise InputError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, names)} Known: {known_names}.")
         if name not in self._entries:
-            import_path, _ = self._builtin[name]
+            import_path, _ = self._builtin[name]  # The second value is the description.
             self._entries[name] = _import_object(import_path)
         return self._entries[name]
 
@@ -164,7 +167,7 @@ def _import_object(import_path: str) -> Any:
 
 
 def _first_line(entry: object) -> str:
-    """Return the first line of an entry's description.
+    """Return the first line of the description of a registry entry, for example of a position method.
 
     The description is the first of the attributes `summary`, `question`, `statement` and `name` that is a string. An
     entry without these attributes is described by its docstring.

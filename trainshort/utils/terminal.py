@@ -189,7 +189,7 @@ class StopRequest:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record the first signal. Exit at the second signal."""
+        """Record the number of the first signal, so that the run can be saved. Exit at once at the second signal."""
         if self.number:
             os._exit(128 + number)
         self.number = number
@@ -256,14 +256,15 @@ class ProgressMeter:
     keeps_bar = False
 
     def __init__(self, console: "Console | None" = None) -> None:
+        """Create a progress meter without work. Without a console, nothing is shown."""
         self.console = console or new_console(stderr=True, quiet=True)
-        self.total = 0.0
-        self.first = 0.0
-        self.done = 0.0
+        self.total = 0.0  # the amount of work
+        self.first = 0.0  # the part of the work that was done before the start
+        self.done = 0.0  # the part of the work that is done, including `first`
         self.description = "starting"
         self.start_time = time.monotonic()
         self.last_line_time = self.start_time
-        self._bar: Progress | None = None
+        self._bar: Progress | None = None  # None if the output is not a terminal.
 
     def columns(self) -> "tuple[ProgressColumn, ...]":
         """Return the columns of the progress bar."""
@@ -281,6 +282,7 @@ class ProgressMeter:
         )
 
     def __enter__(self) -> Self:
+        """Show the progress bar, if the output is a terminal. Otherwise, lines are printed later."""
         if self.console.is_terminal and not self.console.quiet:
             from rich.progress import Progress
 
@@ -344,6 +346,7 @@ class ProgressMeter:
         The estimate is based on the speed since the meter was started. The result is an empty string if no work was
         done since then, or if all work is done.
         """
+        # `first` is the amount of work that was done before the meter was started.
         if not self.first < self.done < self.total:
             return ""
         elapsed = time.monotonic() - self.start_time
@@ -373,9 +376,9 @@ class TrainingDisplay(ProgressMeter):
         self, step: int, steps: int, *, quiet: bool = False, board: Any = None, console: "Console | None" = None
     ) -> None:
         super().__init__(console or new_console(stderr=True))
-        self.start(steps, step)
+        self.start(total=steps, done=step)
         self.quiet = quiet
-        self.board = board
+        self.board = board  # A TensorBoard writer, or None.
         self.description = ""
         self.last_line_time = -math.inf  # Print the first numbers as soon as they are known.
 
@@ -392,6 +395,7 @@ class TrainingDisplay(ProgressMeter):
         )
 
     def __enter__(self) -> Self:
+        """Show the progress bar, if the output is a terminal. Otherwise, print a first line."""
         if not self.quiet:
             super().__enter__()
             if self._bar is None:
@@ -411,7 +415,7 @@ class TrainingDisplay(ProgressMeter):
             record: The numbers of a training step or of a validation, as in `metrics.jsonl`.
         """
         step = int(record["step"])
-        if self.board:
+        if self.board:  # The TensorBoard writer, if there is one.
             for name, value in record.items():
                 if name not in ("step", "seconds"):
                     self.board.add_scalar(name, value, step)

@@ -71,7 +71,7 @@ def time_interleaved(
     warmup: int = 1,
     on_round: Callable[[int, int], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time every function once per round.
+    """Time several functions in turn. Every function runs once per round.
 
     Args:
         functions: The functions by name.

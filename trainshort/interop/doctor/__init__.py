@@ -62,6 +62,7 @@ class Diagnosis:
         return json.dumps({"healthy": self.ok, **asdict(self)}, indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
+        """Return a title with the number of findings (bugs), then one line for each finding and for each note."""
         if self.ok:
             result = "no problems found"
         elif len(self.findings) == 1:
@@ -104,14 +105,17 @@ def doctor(model: nn.Module | str | Path) -> Diagnosis:
 
 
 def _run_probes(builder: TinyModelBuilder) -> tuple[Finding, ...]:
-    """Run all checks on small copies of a model and return the findings.
+    """Run all checks on small copies of a model and return the findings, which are the bugs of its class.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
 
     Raises:
         InputError: If a copy cannot be built or run.
     """
     findings: list[Finding] = []
     try:
-        for probe in PROBES:
+        for probe in PROBES:  # A probe is a function that checks for one kind of bug.
             findings.extend(probe(builder))
     except InputError:
         raise  # InputError is a subclass of ValueError. Its message is already complete.
@@ -122,7 +126,11 @@ def _run_probes(builder: TinyModelBuilder) -> tuple[Finding, ...]:
 
 
 def _make_notes(builder: TinyModelBuilder) -> tuple[str, ...]:
-    """Return remarks about a model that do not report a bug. Each remark is a clause without a period."""
+    """Return remarks about a model that do not report a bug. Each remark is a clause without a period.
+
+    Args:
+        builder: Holds the config of the examined model, and its patch report if `trainshort.patch` changed the model.
+    """
     notes = []
     if builder.patch_report is not None:
         notes.append("the model is patched")

@@ -87,14 +87,22 @@ def max_difference(a: Logits, b: Logits) -> float:
 
 def kl_divergence(expected: Logits, actual: Logits) -> float:
     """Return the Kullback-Leibler divergence of the next-token probabilities, averaged over all positions."""
-    expected_log_probs = expected.log_softmax(-1)
+    expected_log_probs = expected.log_softmax(-1)  # (batch, length, vocab)
     actual_log_probs = actual.log_softmax(-1)
+    # One value for each position, shape (batch, length). Rounding can make it slightly negative, hence the clamp.
     divergence = (expected_log_probs.exp() * (expected_log_probs - actual_log_probs)).sum(-1)
     return float(divergence.mean().clamp(min=0))
 
 
 def check_length_limit(builder: TinyModelBuilder) -> Iterator[Finding]:
-    """Check whether the model runs on inputs longer than the limit in its config."""
+    """Check whether the model runs on inputs longer than the limit in its config.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
+    """
     setting = builder.max_length_setting
     if setting is None:
         return
@@ -107,12 +115,20 @@ def check_length_limit(builder: TinyModelBuilder) -> Iterator[Finding]:
             limit = getattr(builder.config, setting)
             sentence = f"inputs of more than {limit:,} tokens raise {type(error).__name__}"
             fix = f"{PATCH_FIX}, or increase {setting} in the config" if builder.has_known_alibi else "none"
-            yield Finding(f"{builder.model_type.upper()}-LENGTH", sentence, limit, "tokens", fix)
+            finding_id = f"{builder.model_type.upper()}-LENGTH"
+            yield Finding(finding_id, sentence, measured=limit, unit="tokens", fix=fix)
             return
 
 
 def check_slopes(builder: TinyModelBuilder) -> Iterator[Finding]:
-    """Check whether the ALiBi bias follows the config, with and without `output_attentions`."""
+    """Check whether the ALiBi bias follows the config, with and without `output_attentions`.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
+    """
     if not builder.has_known_alibi:
         return
     model = builder.build()
@@ -123,7 +139,8 @@ def check_slopes(builder: TinyModelBuilder) -> Iterator[Finding]:
     if difference > MAX_DIFFERENCE:
         yield _explain_wrong_slopes(builder, logits, difference, condition="")
 
-    # Some classes run other attention code if the caller asks for the attention weights.
+    # Some classes run other attention code if the caller asks for the attention weights. Report a bug of that code only
+    # if it is not the bug that was reported above.
     logits_with_weights = compute_logits(model, tokens, output_attentions=True)
     difference_with_weights = max_difference(logits_with_weights, expected_logits)
     is_wrong = difference_with_weights > MAX_DIFFERENCE
@@ -173,7 +190,14 @@ def _explain_wrong_slopes(
 
 
 def check_rounding(builder: TinyModelBuilder) -> Iterator[Finding]:
-    """Check whether the ALiBi bias is rounded so coarsely that nearby positions in a long text become equal."""
+    """Check whether the ALiBi bias is rounded so coarsely that nearby positions in a long text become equal.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
+    """
     if not builder.has_known_alibi:
         return
     model_name = builder.model_type.upper()
@@ -186,7 +210,7 @@ def check_rounding(builder: TinyModelBuilder) -> Iterator[Finding]:
         sentence = (
             "the ALiBi bias is rounded to bfloat16 for every data type of the model, at more than about 260 tokens"
         )
-        yield Finding(f"{model_name}-BF16", sentence, float32_error, KL_UNIT, PATCH_FIX)
+        yield Finding(f"{model_name}-BF16", sentence, measured=float32_error, unit=KL_UNIT, fix=PATCH_FIX)
         return
 
     # In half precision, all computations cause errors. A patched copy shows how large they are with a float32 bias.
@@ -202,7 +226,7 @@ def check_rounding(builder: TinyModelBuilder) -> Iterator[Finding]:
         ratio = actual_error / patched_error
         sentence = f"the ALiBi bias is rounded to {dtype_name}; the error is {ratio:.0f} times that of a float32 bias"
         fix = f"{PATCH_FIX}, or dtype=torch.float32"
-        yield Finding(f"{model_name}-HALF", sentence, actual_error, KL_UNIT, fix)
+        yield Finding(f"{model_name}-HALF", sentence, measured=actual_error, unit=KL_UNIT, fix=fix)
 
 
 def _reference_logits_with_same_slopes(builder: TinyModelBuilder, tokens: Int[Tensor, "1 length"]) -> Logits:
@@ -223,6 +247,7 @@ def _reference_logits_with_same_slopes(builder: TinyModelBuilder, tokens: Int[Te
     default_slopes = alibi.slopes(len(correct_slopes))
     short_text = random_tokens(SHORT_LENGTH)
     actual_logits = compute_logits(builder.build(), short_text)
+    # Known bugs: the class ignores the setting of the slopes, adds the ALiBi bias twice, or adds no ALiBi bias.
     for slopes in (correct_slopes, default_slopes, 2 * correct_slopes, 0 * correct_slopes):
         with builder.reference_with_slopes(slopes) as reference:
             reference_logits = compute_logits(reference, short_text)
@@ -235,6 +260,12 @@ def check_packing(builder: TinyModelBuilder) -> Iterator[Finding]:
     """Check whether documents that are packed into one row attend to each other.
 
     The start of a document is marked by `position_ids` that start again at 0.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
     """
     model = builder.build()
     first_length = SHORT_LENGTH - 7  # The two documents have different lengths.
@@ -251,11 +282,18 @@ def check_packing(builder: TinyModelBuilder) -> Iterator[Finding]:
     if difference > MAX_DIFFERENCE:
         sentence = "documents packed into one row (position_ids that start again at 0) attend to each other"
         fix = PATCH_FIX if builder.has_known_alibi else "use one document per row"
-        yield Finding("PACKED", sentence, difference, LOGIT_DEVIATIONS, fix)
+        yield Finding("PACKED", sentence, measured=difference, unit=LOGIT_DEVIATIONS, fix=fix)
 
 
 def check_padding(builder: TinyModelBuilder) -> Iterator[Finding]:
-    """Check whether padding in front of a text changes the logits of the text."""
+    """Check whether padding in front of a text changes the logits of the text.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
+    """
     if not builder.has_known_alibi:
         return
     num_padding = 9
@@ -273,13 +311,19 @@ def check_padding(builder: TinyModelBuilder) -> Iterator[Finding]:
     logits_with_padding = batch_logits[1:, num_padding:]
     difference = max_difference(logits_with_padding, logits_without_padding)
     if difference > MAX_DIFFERENCE:
-        yield Finding(
-            "PADDING", "padding in front of a text changes its logits", difference, LOGIT_DEVIATIONS, PATCH_FIX
-        )
+        sentence = "padding in front of a text changes its logits"
+        yield Finding("PADDING", sentence, measured=difference, unit=LOGIT_DEVIATIONS, fix=PATCH_FIX)
 
 
 def check_cache(builder: TinyModelBuilder) -> Iterator[Finding]:
-    """Check whether a text that is read in two parts with a KV cache gives the same logits as in one forward pass."""
+    """Check whether a text that is read in two parts with a KV cache gives the same logits as in one forward pass.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
+    """
     if not builder.has_known_alibi:
         return
     model = builder.build()
@@ -292,11 +336,19 @@ def check_cache(builder: TinyModelBuilder) -> Iterator[Finding]:
         logits = model(second_part, past_key_values=cache, use_cache=True).logits.double()
     difference = max_difference(logits, expected_logits)
     if difference > MAX_DIFFERENCE:
-        yield Finding("CACHE", "reading a text in parts changes its logits", difference, LOGIT_DEVIATIONS, PATCH_FIX)
+        sentence = "reading a text in parts changes its logits"
+        yield Finding("CACHE", sentence, measured=difference, unit=LOGIT_DEVIATIONS, fix=PATCH_FIX)
 
 
 def check_static_cache(builder: TinyModelBuilder) -> Iterator[Finding]:
-    """Check whether `generate` returns the same tokens with a static cache as with the default cache."""
+    """Check whether `generate` returns the same tokens with a static cache as with the default cache.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
+    """
     finding_id = f"{builder.model_type.upper()}-STATIC"
     fix = PATCH_FIX if builder.has_known_alibi else "use the default cache"
     model = builder.build()
@@ -315,13 +367,13 @@ def check_static_cache(builder: TinyModelBuilder) -> Iterator[Finding]:
         tokens_with_static_cache = model.generate(prompt, **options, cache_implementation="static")
     except (RuntimeError, ValueError, TypeError) as error:
         sentence = f"generate with a default or static cache raises {type(error).__name__}"
-        yield Finding(finding_id, sentence, 0, unit, fix)
+        yield Finding(finding_id, sentence, measured=0, unit=unit, fix=fix)
         return
     if not torch.equal(tokens_with_default_cache, tokens_with_static_cache):
         is_equal = tokens_with_default_cache == tokens_with_static_cache
         num_equal = int(is_equal[0, SHORT_LENGTH:].sum())  # without the prompt
         sentence = "generate returns other tokens with a static cache"
-        yield Finding(finding_id, sentence, num_equal, unit, fix)
+        yield Finding(finding_id, sentence, measured=num_equal, unit=unit, fix=fix)
 
 
 class _QuadraticTensorRecorder(TorchDispatchMode):
@@ -340,7 +392,10 @@ class _QuadraticTensorRecorder(TorchDispatchMode):
         self.largest_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation of PyTorch and look at its outputs. PyTorch calls this method for each operation."""
+        """Run an operation of PyTorch, and record the size of the largest output of shape (length, length).
+
+        PyTorch calls this method for each operation while the recorder is active. `func` is the operation.
+        """
         output = func(*args, **(kwargs or {}))
         outputs = output if isinstance(output, tuple | list) else (output,)
         for tensor in outputs:
@@ -356,14 +411,21 @@ class _QuadraticTensorRecorder(TorchDispatchMode):
 
 
 def check_memory(builder: TinyModelBuilder) -> Iterator[Finding]:
-    """Check whether the model builds tensors of shape (length, length)."""
+    """Check whether the model builds tensors of shape (length, length).
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
+    """
     model = builder.build(dtype=builder.dtype)
     largest_bytes = []
     for length in MEMORY_TEST_LENGTHS:
         with _QuadraticTensorRecorder(length) as recorder:
             compute_logits(model, random_tokens(length))
         largest_bytes.append(recorder.largest_bytes)
-    # 0 bytes mean that the model built no such tensor.
+    # 0 bytes mean that the model built no tensor of shape (length, length).
     if 0 in largest_bytes:
         return
     # Compute the size of the tensor at 4,096 tokens from its size at the longer test length.
@@ -371,7 +433,8 @@ def check_memory(builder: TinyModelBuilder) -> Iterator[Finding]:
     megabytes = largest_bytes[-1] * growth / 2**20
     sentence = "memory grows with the square of the length, because tensors of shape (length, length) are built"
     fix = PATCH_FIX if builder.has_known_alibi else "attn_implementation='sdpa', if the class supports it"
-    yield Finding("QUADRATIC", sentence, megabytes, "MB for each such tensor at 4,096 tokens", fix)
+    unit = "MB for each such tensor at 4,096 tokens"
+    yield Finding("QUADRATIC", sentence, measured=megabytes, unit=unit, fix=fix)
 
 
 DEFAULT_MPT_SETTINGS: dict[str, Callable[[Any], Any]] = {
@@ -403,7 +466,14 @@ IMPORTED_MPT_SETTINGS = (
 
 
 def check_ignored_settings(builder: TinyModelBuilder) -> Iterator[Finding]:
-    """Check whether the MPT class ignores settings of its config."""
+    """Check whether the MPT class ignores settings of its config.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
+    """
     if builder.model_type != "mpt":
         return
     for name, get_default in DEFAULT_MPT_SETTINGS.items():
@@ -422,7 +492,7 @@ def check_ignored_settings(builder: TinyModelBuilder) -> Iterator[Finding]:
         sentence = f"the config sets {name} = {value!r}, but the class ignores this setting"
         # The measured difference of the logits is 0, because the setting is ignored.
         unit = f"{LOGIT_DEVIATIONS} between {value!r} and {default!r}"
-        yield Finding("MPT-IGNORED", sentence, 0.0, unit, fix)
+        yield Finding("MPT-IGNORED", sentence, measured=0.0, unit=unit, fix=fix)
 
 
 def _get_nested_setting(config: Any, name: str, default: Any) -> Any:
@@ -452,12 +522,20 @@ def _is_setting_ignored(builder: TinyModelBuilder, name: str, default: Any) -> b
 
 
 def check_unused_biases(builder: TinyModelBuilder) -> Iterator[Finding]:
-    """Check whether the weight files contain bias tensors that the class does not load."""
+    """Check whether the weight files contain bias tensors that the class does not load.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
+    """
     if not builder.weight_names:
         return
     model_names = set(builder.build(max_length=LIMITED_LENGTH).state_dict())
-    # The body of a model can be saved alone. The first part of each name is then missing.
+    # The body (the model without its head) can be saved alone. The first part of each name is then missing.
     body_names = {name.partition(".")[2] for name in model_names}
+    # A pattern stands for the names of all layers, because the small copy has fewer layers than the examined model.
     loaded_patterns = {_replace_layer_numbers(name) for name in model_names | body_names}
 
     unused_biases = []
@@ -470,7 +548,8 @@ def check_unused_biases(builder: TinyModelBuilder) -> Iterator[Finding]:
     if unused_biases:
         sentence = f"the class does not load all stored bias tensors, for example {min(unused_biases)}"
         finding_id = f"{builder.model_type.upper()}-IGNORED"
-        yield Finding(finding_id, sentence, len(unused_biases), "tensors", "trainshort import, which loads them")
+        fix = "trainshort import, which loads them"
+        yield Finding(finding_id, sentence, measured=len(unused_biases), unit="tensors", fix=fix)
 
 
 def _replace_layer_numbers(name: str) -> str:
@@ -482,6 +561,12 @@ def check_saving(builder: TinyModelBuilder) -> Iterator[Finding]:
     """Check whether a model is the same after `save_pretrained` and `from_pretrained`.
 
     Slopes in a buffer that is not saved can be lost when the model is loaded.
+
+    Args:
+        builder: Builds small copies of the examined model, with random weights.
+
+    Yields:
+        One finding (the description of a bug) for each bug that the check observes.
     """
     model = builder.without_patch().build()
     with tempfile.TemporaryDirectory() as folder:
@@ -498,7 +583,7 @@ def check_saving(builder: TinyModelBuilder) -> Iterator[Finding]:
     if not difference <= max_allowed:  # This condition is also true for NaN.
         sentence = "a saved and loaded model computes other logits, because values such as slopes are not saved"
         fix = "compute the slopes in forward, as Python floats"
-        yield Finding(finding_id, sentence, difference, LOGIT_DEVIATIONS, fix)
+        yield Finding(finding_id, sentence, measured=difference, unit=LOGIT_DEVIATIONS, fix=fix)
     yield from _check_slope_buffers(builder, model, finding_id)
 
 
@@ -519,7 +604,8 @@ def _check_slope_buffers(builder: TinyModelBuilder, new_model: Any, finding_id: 
             relative_error = float((loaded_slopes.float() / correct_slopes - 1).abs().max())
             sentence = f"the slopes in {name} are wrong or were rounded"
             unit = "largest relative error of a slope"
-            yield Finding(finding_id, sentence, relative_error, unit, "load the model again in float32")
+            fix = "load the model again in float32"
+            yield Finding(finding_id, sentence, measured=relative_error, unit=unit, fix=fix)
 
 
 PROBES: tuple[Probe, ...] = (

@@ -57,7 +57,7 @@ class TinyModelBuilder:
 
     @property
     def max_length_setting(self) -> str | None:
-        """The name of the setting that limits the input length, or None if the config has no such setting."""
+        """The name of the config's setting that limits the input length, or None if the config has no such setting."""
         for name in MAX_LENGTH_SETTINGS:
             if isinstance(getattr(self.config, name, None), int):
                 return name
@@ -191,6 +191,7 @@ def _make_small_trainshort_config(config: Any) -> Any:
     """Return a copy of the Hugging Face config of a trainshort model, with few layers and a small width."""
     from trainshort.config.run_config import ModelConfig
 
+    # The Hugging Face config stores the config of the trainshort model in its attribute `model`.
     model_config = ModelConfig.parse(config.model)
     width = model_config.heads * 16  # 16 dimensions for each head
     small_model_config = model_config.replace(

@@ -67,6 +67,7 @@ def run_tokenizer(path: Path) -> Tokenizer | None:
     Args:
         path: The run folder or one of its checkpoints.
     """
+    # The path of a checkpoint is RUN/checkpoints/step-000000200.
     is_checkpoint = path.parent.name == "checkpoints"
     run_folder = path.parent.parent if is_checkpoint else path
     # A training run without a tokenizer file has a built-in tokenizer. An imported model may have no tokenizer at all.
@@ -151,10 +152,11 @@ def _describe_extrapolation(card: dict[str, Any]) -> list[str]:
     """Return the paragraphs of a model card that describe the evaluation of longer inputs.
 
     Args:
-        card: The extrapolation card of the run: the perplexity at each evaluated input length.
+        card: The extrapolation card of the run, which is the content of a JSON file. It states the perplexity at each
+            evaluated input length. `corpus` is the text, and `target` is the model that was evaluated.
     """
     text = card["corpus"]
-    split = f", split {text['split']}" if text.get("split") else ""
+    split = f", split {text['split']}" if text.get("split") else ""  # the part of the text, such as "valid"
     weights_hash = str(card["target"]["weights"])[:16]
     limits = [
         _describe_limit(card["no_worse"], "The perplexity is no worse than at the training length"),

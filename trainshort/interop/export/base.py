@@ -73,7 +73,7 @@ class Runtime(ABC):
     ) -> tuple[Int64[Tensor, " positions"], Float[Tensor, "positions vocab"]]:
         """Return the log-probabilities of the next token at some or all positions of an input.
 
-        A program that is slow may return some positions only.
+        The wrapper of a slow program may return some positions only.
 
         Args:
             tokens: The input.
@@ -166,6 +166,7 @@ def last_log_probabilities(
         The positions, and the log-probabilities at these positions.
     """
     length, vocab_size = logits.shape
+    # The result has at most `MAX_LOG_PROBABILITIES` numbers, and at least one position.
     max_positions = max(1, MAX_LOG_PROBABILITIES // vocab_size)
     first_position = max(0, length - max_positions)
     positions = torch.arange(first_position, length)

@@ -72,7 +72,7 @@ def write(folder: Path, run: ExportSource) -> None:
 
 
 def _make_model_spec(run: ExportSource) -> Any:
-    """Create a CTranslate2 model specification without weights."""
+    """Create the specification of a model for CTranslate2. It describes the layers, and gets its weights later."""
     from ctranslate2 import specs
 
     config = run.model.config
@@ -95,10 +95,15 @@ def _make_model_spec(run: ExportSource) -> Any:
 
 
 def _fill_decoder(decoder: Any, run: ExportSource) -> None:
-    """Copy the weights of a model into the decoder of a CTranslate2 specification."""
+    """Copy the weights of a model into the decoder of a CTranslate2 specification.
+
+    Args:
+        decoder: The decoder of the specification. It has one attribute for each module of the model.
+        run: The model to export.
+    """
     weights = run.model.weights
     embedding = weights["vocabulary.embedding.weight"]
-    output = weights.get("vocabulary.output.weight", embedding)
+    output = weights.get("vocabulary.output.weight", embedding)  # Tied matrices are stored once.
     decoder.scale_embeddings = False  # `fold_scales` has already multiplied the embeddings by their scale.
     decoder.embeddings.weight = _to_numpy(embedding)
     decoder.projection.weight = _to_numpy(output)
@@ -168,11 +173,13 @@ class CTranslate2(Runtime):
     package = "ctranslate2"
 
     def __init__(self, folder: Path, max_length: int) -> None:
+        """Load an exported model from a folder. `max_length` is the length of the longest input that will be read."""
         import ctranslate2
 
         self.generator = ctranslate2.Generator(str(folder), device="cpu", compute_type="float32")
         self.tokens = read_json(folder / "vocabulary.json", hint=EXPORT_AGAIN_HINT)
-        # Extend the ALiBi table step by step, so that it covers inputs of `max_length` tokens.
+        # CTranslate2 stores the ALiBi bias of each distance in a table. A call extends the table by a limited number of
+        # tokens. Therefore inputs of growing length are run, until the table covers inputs of `max_length` tokens.
         for length in range(1, max_length + 1, ALIBI_TABLE_GROWTH - 1):
             tokens = [0] * length
             self.generator.forward_batch([tokens])
@@ -186,7 +193,7 @@ class CTranslate2(Runtime):
             The positions, and the log-probabilities of all tokens at each position.
         """
         batch_logits = self.generator.forward_batch([tokens])
-        logits = torch.from_numpy(np.array(batch_logits))[0]
+        logits = torch.from_numpy(np.array(batch_logits))[0]  # (length, vocab)
         return last_log_probabilities(logits)
 
     def generate_greedy(self, tokens: list[int], count: int) -> list[int]:

@@ -87,10 +87,12 @@ SERVER_TIMEOUT = 60
 def transform(model: ExportModel) -> ExportModel:
     """Change the weights, so that llama.cpp supports the model with one of its two architectures.
 
-    llama.cpp's `bloom` has a norm after the embeddings, but neither clipping nor a `max_bias` other than 8. `mpt` has
-    clipping and any `max_bias`, but no norm after the embeddings.
+    The architecture `bloom` of llama.cpp has a norm after the embeddings, but no clipping of queries, keys and values,
+    and its `max_bias` (a setting of the ALiBi slopes) is always 8. The architecture `mpt` has clipping and any
+    `max_bias`, but no norm after the embeddings.
     """
-    model = fold_scales(model)  # The two architectures have no such scale factors.
+    # Multiply the weights by the scale factors of the model, because the two architectures have no such factors.
+    model = fold_scales(model)
     requires_mpt = model.max_bias != 8 or model.config.clip_qkv is not None
     if requires_mpt:
         return fold_embedding_norm(model)
@@ -168,14 +170,15 @@ def _gguf_name(name: str) -> str:
     module, _, parameter = name.rpartition(".")
     if not module.startswith("layers."):
         return f"{MODULE_NAMES[module]}.{parameter}"
-    _, layer_index, layer_module = module.split(".", 2)
+    _, layer_index, layer_module = module.split(".", 2)  # "layers", "3", "ffn.wide"
     return f"blk.{layer_index}.{MODULE_NAMES[layer_module]}.{parameter}"
 
 
 def _encode_tensor(gguf: Any, weight: Tensor, dtype: str) -> tuple[np.ndarray, Any]:
     """Convert a tensor to the numbers that a GGUF file stores.
 
-    Vectors are always stored in float32. A matrix whose rows cannot be quantized in complete blocks is stored in
+    q8_0 stores blocks of a row as 8-bit integers with one scale for each block. Vectors are always stored in float32.
+    A matrix whose rows cannot be quantized in complete blocks is stored in
     float16 instead of q8_0.
 
     Args:
@@ -197,7 +200,7 @@ def _encode_tensor(gguf: Any, weight: Tensor, dtype: str) -> tuple[np.ndarray, A
 
 
 def tokenizer_unsupported_reason(tokenizer: Tokenizer | None) -> str | None:
-    """Return why llama.cpp does not support a tokenizer and what to do, or None.
+    """Return why llama.cpp does not support a tokenizer and what to do, or None if it supports the tokenizer.
 
     Most programs that use llama.cpp pass text to it, and not token ids. An export therefore requires a tokenizer.
 
@@ -291,6 +294,7 @@ class LlamaCpp(Runtime):
     allows_end_token = True
 
     def __init__(self, folder: Path, max_length: int) -> None:
+        """Start a llama.cpp server for an export. `max_length` is the length of the longest input that will be read."""
         llama: Any = importlib.import_module("xllamacpp")
         path = folder / GGUF_FILE
         self.vocab_size = _read_vocab_size(path)
@@ -346,6 +350,7 @@ class LlamaCpp(Runtime):
         log_probabilities = choices[0].get("logprobs")
         if not log_probabilities:
             raise InputError(f"llama.cpp did not return probabilities: {str(response)[:200]}")
+        # The response lists tokens by probability. The result has the log-probabilities in the order of the token ids.
         row = torch.full((self.vocab_size,), -torch.inf)
         for entry in log_probabilities["content"][0]["top_logprobs"]:
             row[entry["id"]] = entry["logprob"]

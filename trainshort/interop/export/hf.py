@@ -126,6 +126,7 @@ class Transformers(Runtime):
     allows_end_token = True
 
     def __init__(self, folder: Path, max_length: int) -> None:
+        """Load an export with transformers. `max_length` is the length of the longest input that will be read."""
         from transformers import AutoTokenizer
 
         config = read_json_object(folder / "config.json", hint=EXPORT_AGAIN_HINT)

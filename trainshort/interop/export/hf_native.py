@@ -63,18 +63,18 @@ BLOOM_REQUIREMENTS = (
 
 def transform_for_mpt(model: ExportModel) -> ExportModel:
     """Change the weights of a model, so that the MPT class of transformers supports the model."""
-    model = repeat_kv_heads(model)
-    model = pad_ffn(model, 4 * model.config.width)
+    model = repeat_kv_heads(model)  # The class has no grouped-query attention.
+    model = pad_ffn(model, width=4 * model.config.width)  # The class has feed-forward layers of this width only.
     model = fold_scales(model, fold_softmax_scale=False)  # MPT has the setting softmax_scale.
-    return fold_embedding_norm(model)
+    return fold_embedding_norm(model)  # The class has no norm after the embeddings.
 
 
 def transform_for_bloom(model: ExportModel) -> ExportModel:
     """Change the weights of a model, so that the BLOOM class of transformers supports the model."""
-    model = repeat_kv_heads(model)
-    model = pad_ffn(model, 4 * model.config.width)
-    model = fold_scales(model)
-    return add_zero_biases(model)
+    model = repeat_kv_heads(model)  # The class has no grouped-query attention.
+    model = pad_ffn(model, width=4 * model.config.width)  # The class has feed-forward layers of this width only.
+    model = fold_scales(model)  # Multiply the weights by the scale factors, which the class does not have.
+    return add_zero_biases(model)  # All linear layers and norms of the class have biases.
 
 
 def make_mpt_config(config: ModelConfig, training_length: int) -> dict[str, Any]:
@@ -146,7 +146,8 @@ def make_bloom_config(config: ModelConfig, training_length: int) -> dict[str, An
 def to_source_tensors(model_format: Format, model: ExportModel) -> dict[str, Tensor]:
     """Return the weights of a model under the names and in the layout of another program.
 
-    This is the inverse of the import of a model (`map_weights`).
+    For example, "layers.3.ffn.wide.weight" becomes "transformer.blocks.3.ffn.up_proj.weight" for MPT. This is
+    the inverse of the import of a model (`map_weights`).
 
     Args:
         model_format: The format of the other program. Each trainshort module must have exactly one source module.
@@ -156,7 +157,7 @@ def to_source_tensors(model_format: Format, model: ExportModel) -> dict[str, Ten
     for name, weight in model.weights.items():
         module, _, parameter = name.rpartition(".")  # for example "layers.3.ffn.wide" and "weight"
         layer_index = ""
-        pattern = module
+        pattern = module  # for example "layers.{}.ffn.wide", which stands for all layers
         if module.startswith("layers."):
             _, layer_index, layer_module = module.split(".", 2)
             pattern = "layers.{}." + layer_module

@@ -142,7 +142,7 @@ def repeat_kv_heads(model: ExportModel) -> ExportModel:
 
     def repeat_heads(rows: Tensor) -> Tensor:
         """Repeat the rows of each key or value head for all query heads that share the head."""
-        heads = rows.unflatten(0, (-1, config.head_width))
+        heads = rows.unflatten(0, (-1, config.head_width))  # (key-value heads, head width, ...)
         return heads.repeat_interleave(queries_per_kv_head, 0).flatten(0, 1)
 
     kv_width = num_kv_heads * config.head_width
@@ -201,7 +201,10 @@ def fold_scales(model: ExportModel, *, fold_softmax_scale: bool = True) -> Expor
 
 
 def _fold_embedding_and_logit_scale(model: ExportModel) -> ExportModel:
-    """Multiply the embedding and output matrices by their scale factors. Tied matrices become two matrices."""
+    """Multiply the embedding and output matrices by their scale factors, and set the factors to 1.
+
+    Tied matrices (one matrix for embeddings and output) become two matrices.
+    """
     config = model.config
     width_factor = config.width**0.5 if config.embedding_scale else 1
     embedding_factor = config.embedding_factor * width_factor
@@ -224,7 +227,10 @@ def _fold_embedding_and_logit_scale(model: ExportModel) -> ExportModel:
 
 
 def _fold_softmax_scale(model: ExportModel) -> ExportModel:
-    """Multiply the query projections, so that the attention scores have the usual factor 1 / sqrt(head width)."""
+    """Multiply the query projections, so that the attention scores have the usual factor 1 / sqrt(head width).
+
+    A model multiplies its attention scores by `softmax_scale` instead, if this setting is not None.
+    """
     config = model.config
     if config.softmax_scale is None:
         return model
@@ -235,7 +241,7 @@ def _fold_softmax_scale(model: ExportModel) -> ExportModel:
         for name in (f"{prefix}attention.qkv.weight", f"{prefix}attention.qkv.bias"):
             if name in model.weights:
                 qkv = model.weights[name].clone()
-                qkv[: config.width] *= query_factor  # the rows of the queries
+                qkv[: config.width] *= query_factor  # The first `width` rows compute the queries.
                 new_weights[name] = qkv
     return model.with_changes("softmax_scale was multiplied into the queries", new_weights, softmax_scale=None)
 

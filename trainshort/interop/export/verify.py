@@ -93,7 +93,7 @@ class Verification:
     problems: list[str] = field(default_factory=list)
 
     def table(self) -> Table:
-        """Return a table of the comparison of logits, with one row for each input length."""
+        """Return a table that compares the logits of an export and its run, with one row for each input length."""
         table = Table("tokens", "compared at", "largest difference", "allowed", "KL", title=self.engine)
         for row in self.rows:
             table.add_row(
@@ -156,7 +156,12 @@ def verify(folder: Path, run: Path | None = None) -> Verification:
 
 
 def _find_logit_problems(rows: list[LogitError], max_error: MaxError) -> list[str]:
-    """Return a clause for each input length at which the logits differ by more than is accepted."""
+    """Return a clause for each input length at which the logits of an export and its run differ too much.
+
+    Args:
+        rows: The comparison of the logits at each input length.
+        max_error: The largest differences that are accepted.
+    """
     problems = []
     for row in rows:
         # The comparisons are False for NaN.
@@ -327,7 +332,7 @@ def _compare_logits(model: TransformerLM, runtime: Runtime, length: int, max_dif
 def _is_greedy_text_equal(
     model: TransformerLM, runtime: Runtime, length: int, max_difference: float, forbidden_token: int | None
 ) -> bool:
-    """Return whether an export generates the same greedy text as its run.
+    """Return whether an export generates the same greedy text as its run. Greedy text is generated without sampling.
 
     A token may differ from the most likely token of the run, if the accepted difference of logits explains the choice.
 
@@ -344,10 +349,11 @@ def _is_greedy_text_equal(
         return False
     logits: Tensor = model(torch.tensor([prompt + generated]))  # pyright: ignore[reportAssignmentType]
     # The logits at each position predict the next token, so the first generated token follows position `length - 1`.
-    next_token_logits = logits[0, length - 1 : -1].float()
+    next_token_logits = logits[0, length - 1 : -1].float()  # (generated tokens, vocab)
     if forbidden_token is not None:
         # The lowest logit makes the forbidden token the least likely token.
         next_token_logits[:, forbidden_token] = next_token_logits.amin()
+    # The logit of the token that the export generated, and the highest logit: one value for each generated token.
     chosen_logits = next_token_logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
     best_logits = next_token_logits.amax(-1)
     # Both the best and the chosen logit can be off by the accepted difference.
@@ -361,7 +367,7 @@ def _is_tokenization_equal(tokenizer: Tokenizer, runtime: Runtime) -> bool | Non
     Returns:
         True or False, or None if the program of the export has no tokenizer.
     """
-    if runtime.encode("a") is None:
+    if runtime.encode("a") is None:  # The program has no tokenizer and takes token ids only.
         return None
     for text in EDGE_CASE_STRINGS:
         expected_tokens = tokenizer.encode(text).tolist()

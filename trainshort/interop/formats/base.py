@@ -52,11 +52,11 @@ class TensorSource:
 
 
 def map_weight(*source_modules: str, transform: Transform = "identity") -> TensorSource:
-    """Return the source of a trainshort module, for the field `module_map` of a format.
+    """Return where the weights of a trainshort module come from, for the field `module_map` of a format.
 
     Args:
         source_modules: The modules of the source model that hold the weights. `{}` is the index of the layer.
-        transform: How the weights are rearranged.
+        transform: How the weights are rearranged, such as "transpose".
     """
     return TensorSource(source_modules, transform)
 
@@ -122,8 +122,9 @@ class RenamedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, weights: Weights, replacements: tuple[tuple[str, str], ...]) -> None:
+        """Store the weights, and apply all replacements (a regular expression and a text each) to their names."""
         self._weights = weights
-        self._original_names: dict[str, str] = {}
+        self._original_names: dict[str, str] = {}  # The original name of each weight, by its new name.
         for original_name in weights:
             name = original_name
             for pattern, replacement in replacements:
@@ -292,7 +293,7 @@ def _find_source(model_format: Format, model: ImportedModel, name: str) -> Tenso
     if pattern not in model_format.module_map:
         raise InputError(f"The format {model_format.name} has no tensor for {name}.")
     if parameter == "bias" and pattern in model.zero_biases:
-        return TensorSource(names=())  # A tensor without a source is filled with zeros.
+        return TensorSource(names=())  # A tensor without a source tensor is filled with zeros.
     module_source = model_format.module_map[pattern]
     source_names = [f"{source_module.format(layer_index)}.{parameter}" for source_module in module_source.names]
     transform = model.transforms.get(pattern, module_source.transform)
@@ -307,11 +308,14 @@ def _check_may_drop(model_format: Format, weights: Weights, name: str) -> None:
         weights: The tensors of the source model.
         name: The name of the unused source tensor.
     """
+    # A tied tensor is stored twice under two names, and must be equal to its counterpart.
     tied_name = model_format.tied_tensors.get(name)
     if tied_name is not None and tied_name in weights:
         if not torch.equal(weights[name], weights[tied_name]):
             raise InputError(f"{name} differs from {tied_name}, but the config says that these tensors are tied.")
         return
+    # The other tensors that may be dropped match a pattern such as "*.masked_bias". The trainshort
+    # model does not need them.
     is_ignored = any(fnmatchcase(name, pattern) for pattern in model_format.ignored_tensors)
     if not is_ignored:
         raise InputError(
@@ -335,7 +339,9 @@ def to_trainshort(source_tensor: Tensor, transform: Transform, config: ModelConf
             is_matrix = source_tensor.dim() == 2  # Biases are vectors and stay as they are.
             return source_tensor.T if is_matrix else source_tensor
         case "deinterleave_qkv":
-            heads = source_tensor.unflatten(0, (config.heads, 3, -1))
+            # The source stores q, k and v of the first head, then those of the next head. trainshort stores q of all
+            # heads, then k of all heads, then v of all heads.
+            heads = source_tensor.unflatten(0, (config.heads, 3, -1))  # (heads, 3, head width, ...)
             return heads.transpose(0, 1).flatten(0, 2)
         case "first_half":
             return source_tensor[: len(source_tensor) // 2]
@@ -363,7 +369,8 @@ def from_trainshort(tensor: Tensor, transform: Transform, config: ModelConfig) -
             is_matrix = tensor.dim() == 2  # Biases are vectors and stay as they are.
             return tensor.T if is_matrix else tensor
         case "deinterleave_qkv":
-            heads = tensor.unflatten(0, (3, config.heads, -1))
+            # The rows of q, k and v of each head follow each other in the result.
+            heads = tensor.unflatten(0, (3, config.heads, -1))  # (3, heads, head width, ...)
             return heads.transpose(0, 1).flatten(0, 2)
         case _:
             raise InputError(f"The transform '{transform}' cannot be undone.")

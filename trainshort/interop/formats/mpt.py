@@ -80,7 +80,8 @@ def read_mpt_config(source_config: dict[str, Any], weights: Weights) -> Imported
 def _read_attention_config(source_config: dict[str, Any]) -> dict[str, Any]:
     """Return the attention settings of an MPT or replit-code model under the names that MPT uses.
 
-    MPT has these settings in the section `attn_config`. replit-code has them at the top level, under other names.
+    MPT has the attention settings in the section `attn_config` of its config. replit-code has the attention settings at
+    the top level of its config, under other names.
     """
     attention_config = {}
     for replit_name, mpt_name in REPLIT_ATTENTION_SETTINGS.items():

@@ -28,7 +28,7 @@ def make_alibi_config(
     """Create the config of a trainshort model with ALiBi.
 
     Args:
-        max_bias: The exponent of the smallest ALiBi slope.
+        max_bias: The exponent of the smallest ALiBi slope. For example, 8 makes the smallest slope 2^-8.
         slopes: One slope for each head. None computes the slopes from `max_bias`.
         settings: The other fields of `ModelConfig`.
 

@@ -154,6 +154,7 @@ def unpatch(model: nn.Module) -> None:
     Raises:
         InputError: If the model is not patched.
     """
+    # The function restores the original class of a module, and returns whether the module was patched.
     was_patched = [unwrap_module_class(module) for module in model.modules()]
     if not any(was_patched):
         raise InputError("This model is not patched.")
@@ -176,6 +177,8 @@ def get_patch_report(model: nn.Module) -> PatchReport | None:
 
 def _find_body(model: nn.Module) -> tuple[str, Any]:
     """Return the name of a model's family, such as "mpt", and its body (the model without its head).
+
+    A family is a group of classes of transformers that belong together, such as `MptModel` and `MptForCausalLM`.
 
     Raises:
         InputError: If the model is not supported or does not use ALiBi.

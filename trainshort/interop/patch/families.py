@@ -64,7 +64,7 @@ class Family:
         return f"transformers.models.{name}.modeling_{name}"
 
     def find_part(self, module: nn.Module) -> Part | None:
-        """Return which part of the family a module is, or None if the module does not belong to the family.
+        """Return which part of a model a module is, or None if the module does not belong to this family of models.
 
         A module of a subclass (such as a patched class) counts as the same part as its base class.
         """
@@ -83,9 +83,12 @@ class Family:
         return None
 
     def replaced_members(self, part: Part) -> dict[str, Any]:
-        """Return the members of a class that are replaced, by name.
+        """Return the methods and other members of a class that `trainshort.patch` replaces, by name.
 
         A value is a `ReplacementMethod`, or an object such as a property that replaces the member directly.
+
+        Args:
+            part: Which part of a model the class is.
         """
         match part:
             case "attention":
@@ -171,7 +174,7 @@ def wrap_module_class(module: nn.Module, family: str, part: Part) -> None:
     Args:
         module: The module to patch.
         family: The key of the module's family in `FAMILIES`.
-        part: Which part of the family the module is.
+        part: Which part of a model the module is, such as "attention".
 
     Raises:
         InputError: If another tool has already replaced the module's `forward`. Hooks of accelerate are allowed.
@@ -249,6 +252,10 @@ def _bind_replacement(original: ReplacementMethod | None, replacement: Replaceme
     """Return a method that calls `replacement` with the original method as its first argument.
 
     The returned method has the signature of the original method, because `generate` and `Trainer` inspect signatures.
+
+    Args:
+        original: The method of the unpatched class, or None if that class has no such method.
+        replacement: The function that runs in place of the original method.
     """
 
     @functools.wraps(original or replacement)

@@ -212,7 +212,11 @@ def recompute_activation_ffn(wide: Tensor, activation: nn.Module, down_projectio
     activated_address = activated.untyped_storage().data_ptr()
 
     def pack(saved: Tensor) -> Tensor | tuple[int, ...]:
-        """Return what autograd saves in place of a tensor: only the shape if the tensor is the activation output."""
+        """Return what autograd saves in place of a tensor: only the shape if the tensor is the activation output.
+
+        `activation_input` and `activated_address` belong to the surrounding function. They are the input of the
+        activation, and the memory address of its output. Other tensors are saved unchanged.
+        """
         has_same_storage = saved.untyped_storage().data_ptr() == activated_address
         is_complete = saved.numel() == activation_input.numel() and saved.is_contiguous()
         if has_same_storage and is_complete:
@@ -242,9 +246,10 @@ def update_cache(cache: Any, k: Tensor, v: Tensor, layer_index: int, mask_info: 
     """
     if cache is None:
         return k, v
-    cached_k, cached_v = cache.update(k, v, layer_index)
+    cached_k, cached_v = cache.update(k, v, layer_index)  # (batch, heads, all tokens, head width)
     if mask_info.num_keys == k.shape[2]:
-        # The cache was empty. Return the new tensors, because autograd would keep the copies of the cache in memory.
+        # There are no keys besides the new ones, so the cache was empty. Return the new tensors, because autograd would
+        # keep the copies of the cache in memory.
         return k, v
     return cached_k, cached_v
 

@@ -74,6 +74,8 @@ _mask_info: ContextVar[MaskInfo | None] = ContextVar("mask_info", default=None)
 def head_model_forward(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Replace `forward` of a model with a head, such as `MptForCausalLM`.
 
+    Packed documents are several documents in one row. A document must not attend to the others.
+
     The arguments that describe packed documents are stored until the call ends, because MPT and BLOOM do not pass
     these arguments on to their body.
     """
@@ -145,7 +147,9 @@ def body_forward(original: ReplacementMethod, self: nn.Module, *args: Any, **kwa
 
 
 def block_call(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replace `__call__` of a block: pass the `MaskInfo` of the current forward pass as `attention_mask`.
+    """Replace `__call__` of a transformer block: pass a `MaskInfo` in place of the tensor `attention_mask`.
+
+    A `MaskInfo` describes which keys the queries of the current forward pass may attend to.
 
     The `MaskInfo` is an argument of the block. Gradient checkpointing therefore stores it and uses it again when it
     recomputes the block in the backward pass.
@@ -158,6 +162,9 @@ def block_call(original: ReplacementMethod, self: nn.Module, *args: Any, **kwarg
 
 def _packing_arguments(arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Return the arguments of a call that describe packed documents: `position_ids` and `cu_seq_lens_q`.
+
+    Packed documents are several documents in one row. `position_ids` starts again at 0 at each document, and
+    `cu_seq_lens_q` lists where the documents start and end.
 
     Args:
         arguments: All arguments of the call by name. The entry `kwargs` holds the arguments that the method takes
@@ -258,7 +265,8 @@ def _padding_mask(attention_mask: Tensor, num_keys: int) -> Bool[Tensor, "batch 
 
 def _has_padding_between_tokens(is_token: Bool[Tensor, "batch keys"]) -> bool:
     """Return whether a sequence has padding between two of its tokens, and not only before or after all tokens."""
-    # A sequence without padding between tokens has only one group of consecutive tokens.
+    # A sequence without padding between tokens has only one group of consecutive tokens. The mask 0 1 1 0 1 has two
+    # groups. A group starts at a token after padding, or at the first token of the sequence.
     starts_after_padding = is_token[:, 1:] & ~is_token[:, :-1]
     num_token_groups = starts_after_padding.sum(1) + is_token[:, 0]
     return bool((num_token_groups > 1).any())

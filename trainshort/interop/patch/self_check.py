@@ -38,6 +38,7 @@ class SelfCheck:
     """
 
     def __init__(self, model: nn.Module, family: Family, body: Any) -> None:
+        """Make two short random texts, and choose how much the outputs of the patched model may differ."""
         # Tensors on the device "meta" have shapes, but no values.
         if any(weight.is_meta for weight in body.parameters()):
             raise InputError("Cannot patch a model on the device 'meta'. Load the weights of the model first.")
@@ -46,7 +47,7 @@ class SelfCheck:
 
         embedding_weight = body.get_input_embeddings().weight
         vocab_size = len(embedding_weight)
-        max_length = getattr(body.config, "max_seq_len", TEST_LENGTH)
+        max_length = getattr(body.config, "max_seq_len", TEST_LENGTH)  # the length limit of MPT
         self.length = max(2, min(TEST_LENGTH, max_length))
         self.padding = self.length // 3  # The number of padding tokens in front of the second text.
 
@@ -55,6 +56,7 @@ class SelfCheck:
         self.tokens = tokens.to(embedding_weight.device)
         self.attention_mask = torch.ones_like(self.tokens)
         self.attention_mask[1, : self.padding] = 0
+        # The two texts without padding, shapes (1, length) and (1, length - padding).
         self.texts = [self.tokens[:1], self.tokens[1:, self.padding :]]
 
         self.max_difference = MAX_LOGIT_DIFFERENCE
@@ -102,6 +104,8 @@ class SelfCheck:
 
     def _measure_differences(self, expected: list[Float[Tensor, "length outputs"]]) -> dict[str, float]:
         """Run the patched model in three ways and measure how much its outputs differ from the expected outputs.
+
+        The ways are: both texts in one batch with padding, both texts packed into one row, and with a KV cache.
 
         Args:
             expected: The outputs of the unpatched model for each text.
