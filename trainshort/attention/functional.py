@@ -28,7 +28,7 @@ from trainshort.attention.call import (
 from trainshort.config.registries import backends
 from trainshort.errors import InputError
 
-log = logging.getLogger("trainshort.attention")
+log: logging.Logger = logging.getLogger("trainshort.attention")
 
 
 class AttentionOutput(NamedTuple):

@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     if argv is None:
         exit_with(lambda: _run(sys.argv[1:]))
     else:
+        # `run` restores the signal handlers, and `_run` does not.
         exit_with(lambda: run(argv))
 
 

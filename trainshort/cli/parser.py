@@ -32,7 +32,7 @@ from trainshort.utils.registry import did_you_mean
 REQUIRED = MISSING
 
 # The placeholder of a value in usage and help texts, such as N in "--steps N".
-TYPE_PLACEHOLDERS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+TYPE_PLACEHOLDERS: dict[type, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 # Help texts are not wider than this number of characters, because long lines are hard to read.
 MAX_HELP_WIDTH = 110

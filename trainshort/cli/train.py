@@ -57,7 +57,7 @@ class TrainParser(Parser):
     position: str
 
     def _find_option(self, word: str) -> tuple[Option, bool, str | None]:
-        """Find the option that a word of the command line names. See `Parser._find_option`.
+        """Find the option for a word of the command line, such as "--train.steps=3". See `Parser._find_option`.
 
         The options contain only the settings of the position method that the user chose. If the word is unknown, this
         function checks whether the word is a setting of another position method.

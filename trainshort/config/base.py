@@ -1,7 +1,7 @@
 """`StrictConfig`, the base class of all configs, and the error messages for invalid settings. Does not import torch."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -23,7 +23,9 @@ class StrictConfig(BaseModel):
     command-line option with the same name.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
 
     @classmethod
     def parse(cls, values: dict[str, Any], *, origin_path: Path | None = None) -> Self:

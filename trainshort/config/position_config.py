@@ -6,7 +6,7 @@ the settings and the code of its position method in one file, and the method is 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -51,7 +51,7 @@ class UnknownPositionConfig(PositionConfig):
     All settings are accepted and kept, so that the config of an existing run can still be read.
     """
 
-    model_config = ConfigDict(extra="allow")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
 
 class AlibiConfig(PositionConfig):

@@ -4,11 +4,13 @@ Example:
     >>> config = presets.get("wikitext103")().replace(position="sinusoidal")
 """
 
+from collections.abc import Callable
+
 from trainshort.config.registries import presets
 from trainshort.config.run_config import AdaptiveConfig, ModelConfig
 
-get = presets.get
-names = presets.names
+get: Callable[[str], Callable[[], ModelConfig]] = presets.get
+names: Callable[[], list[str]] = presets.names
 
 
 def tiny() -> ModelConfig:

@@ -223,7 +223,7 @@ def apply_override(model: TransformerLM, override: Override, trained_at: int, le
             if override.option == "attention-scale":
                 set_attribute_temporarily(stack, layer, "score_factor", layer.score_factor * override.value)
             if override.method in ("window", "blocks"):
-                # The attribute of the layer has the same name as the method.
+                # The attributes `Attention.window` and `Attention.blocks` have the same names as the methods.
                 set_attribute_temporarily(stack, layer, override.method, int(override.value))
         yield
 

@@ -149,7 +149,7 @@ def gpu_config(variant: Variant) -> RunConfig:
     Args:
         variant: The model of the paper. Its training length is used without change.
     """
-    # Sequences of long models are processed one by one, so that a step fits into the memory of one GPU.
+    # If the training length is long, one sequence is processed at a time. A step then fits into the memory of one GPU.
     micro_batch = 1 if variant.length > 1024 else None
     model = _with_paper_initialization(presets.get("small")(), variant.position)
     return RunConfig(

@@ -156,10 +156,10 @@ class Sample:
         self.tokenizer = tokenizer
         self.index = index
         self.unread: list[int] = []  # the tokens that the model has not processed yet
-        self.num_generated = 0
+        self.num_generated: int = 0
         self.finished: str | None = None  # why the sample has ended, such as "length"
-        self.generator = torch.Generator().manual_seed(config.seed + index)
-        self.stop_strings = StopStrings(config.stop)
+        self.generator: torch.Generator = torch.Generator().manual_seed(config.seed + index)
+        self.stop_strings: StopStrings = StopStrings(config.stop)
         self.decoder = None if tokenizer is None else tokenizer.decoder()
 
         self.end_token: int | None = None
@@ -197,7 +197,7 @@ class Sample:
         self.unread += tokens
         if self.seen is not None:
             self.seen[self.unread] = True
-        self.num_generated = 0
+        self.num_generated: int = 0
         self.finished = None
         self.stop_strings = StopStrings(self.config.stop)
 
@@ -283,8 +283,8 @@ class StopStrings:
     """
 
     def __init__(self, stop_texts: Sequence[str]) -> None:
-        self.stop_texts = tuple(stop_texts)
-        self.is_stopped = False
+        self.stop_texts: tuple[str, ...] = tuple(stop_texts)
+        self.is_stopped: bool = False
         self._held_back = ""
 
     def push(self, text: str) -> str:

@@ -66,7 +66,7 @@ class TokenStream:
         self.tokenizer = tokenizer
         self.samples: list[Sample] = []
         self.pending_tokens: list[Token] = []
-        self.is_broken = False
+        self.is_broken: bool = False
         self.on_prompt_chunk: Callable[[], None] | None = None
         self._fast_decoder = FastDecoder.create(model)
 

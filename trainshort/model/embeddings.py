@@ -37,8 +37,8 @@ class Vocabulary(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.output = None
+        self.embedding: nn.Embedding = nn.Embedding(config.vocab_size, config.width)
+        self.output: nn.Linear | None = None
         if not config.tie_embeddings:
             self.output = nn.Linear(config.width, config.vocab_size, bias=False)
         std = 0.02 if config.init == "gpt2" else config.width**-0.5
@@ -92,17 +92,19 @@ class AdaptiveVocabulary(nn.Module):
         # The vocabulary is sorted by frequency and split into bands. Bands of rare words have narrower embeddings. For
         # example, the cutoffs 20000 and 60000 give the bands (0, 20000), (20000, 60000) and (60000, vocab_size).
         cutoffs = [cutoff for cutoff in adaptive.cutoffs if cutoff < config.vocab_size]
-        self.bands = list(pairwise([0, *cutoffs, config.vocab_size]))
+        self.bands: list[tuple[int, int]] = list(pairwise([0, *cutoffs, config.vocab_size]))
         band_widths = [max(1, config.width // adaptive.factor**band) for band in range(len(self.bands))]
 
-        self.embeddings = nn.ModuleList()
+        self.embeddings: nn.ModuleList = nn.ModuleList()
         for (band_start, band_stop), band_width in zip(self.bands, band_widths, strict=True):
             self.embeddings.append(nn.Embedding(band_stop - band_start, band_width))
-        self.projections = nn.ModuleList(nn.Linear(band_width, config.width, bias=False) for band_width in band_widths)
+        self.projections: nn.ModuleList = nn.ModuleList(
+            nn.Linear(band_width, config.width, bias=False) for band_width in band_widths
+        )
         # The output scores of all bands except for the first band.
-        self.clusters = nn.Linear(config.width, len(self.bands) - 1, bias=False)
-        self.dropout = nn.Dropout(config.head_dropout)
-        self.width = config.width
+        self.clusters: nn.Linear = nn.Linear(config.width, len(self.bands) - 1, bias=False)
+        self.dropout: nn.Dropout = nn.Dropout(config.head_dropout)
+        self.width: int = config.width
 
         for band, band_width in enumerate(band_widths):
             embedding_weight = self._embedding_weight(band)

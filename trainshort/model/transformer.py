@@ -22,7 +22,7 @@ from trainshort.config.registries import backends
 from trainshort.config.run_config import IGNORED, ModelConfig
 from trainshort.errors import InputError
 from trainshort.model.cache import Cache, LayerCache
-from trainshort.model.embeddings import build_vocabulary
+from trainshort.model.embeddings import AdaptiveVocabulary, Vocabulary, build_vocabulary
 from trainshort.model.linear import apply_linear
 from trainshort.model.positions import (
     LayerInput,
@@ -103,12 +103,12 @@ class TransformerLM(nn.Module):
             )
         self.config = config
         self.checkpoint_activations = False  # True recomputes activations in the backward pass, to save memory.
-        self.vocabulary = build_vocabulary(config)
-        self.embedding_norm = _make_norm(config) if config.embedding_norm else nn.Identity()
-        self.position = build_position(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(Block(config, layer_index) for layer_index in range(config.layers))
-        self.final_norm = _make_norm(config) if config.final_norm else nn.Identity()
+        self.vocabulary: Vocabulary | AdaptiveVocabulary = build_vocabulary(config)
+        self.embedding_norm: nn.Module = _make_norm(config) if config.embedding_norm else nn.Identity()
+        self.position: PositionMethod = build_position(config)
+        self.dropout: nn.Dropout = nn.Dropout(config.dropout)
+        self.layers: nn.ModuleList = nn.ModuleList(Block(config, layer_index) for layer_index in range(config.layers))
+        self.final_norm: nn.Module = _make_norm(config) if config.final_norm else nn.Identity()
         for layer in self.layers:
             if config.init == "gpt2":
                 _init_gpt2(layer, config.layers)

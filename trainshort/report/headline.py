@@ -458,7 +458,7 @@ def headline_sentences(headline: Headline) -> list[str]:
     return [
         _best_method_sentence(headline),
         _extrapolating_sentence(headline, changes),
-        _degrading_sentence(changes),
+        _describe_rising_perplexities(changes),
     ]
 
 
@@ -495,7 +495,7 @@ def _extrapolating_sentence(headline: Headline, changes: dict[str, float]) -> st
     )
 
 
-def _degrading_sentence(changes: dict[str, float]) -> str:
+def _describe_rising_perplexities(changes: dict[str, float]) -> str:
     """Return a sentence with the methods whose perplexity rises, largest increase first.
 
     Args:

@@ -133,6 +133,7 @@ def limitations(headline: Headline, collection: Collection, judged_claims: Judge
         collection: The runs.
         judged_claims: The claims of the paper and the outcomes of their checks.
     """
+    # Each entry of the list is a text of one or more sentences.
     sentences = [_text_sentences(headline, collection)]
     training_sentences = _training_sentences(collection)
     if training_sentences:

@@ -66,7 +66,7 @@ class Registry(Generic[EntryT]):
         self.on_register = on_register
         self._builtin = dict(builtin or {})
         self._entries: dict[str, EntryT] = {}
-        self.changes = 0
+        self.changes: int = 0
         """How often an entry was added or removed. A cached entry is valid only for the same number."""
 
     def register(self, name: str) -> Callable[[RegisteredT], RegisteredT]:

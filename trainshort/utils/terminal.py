@@ -145,7 +145,8 @@ class Interrupted(KeyboardInterrupt):
 def preserve_signal_handlers() -> Iterator[None]:
     """Context manager: restore the handlers of SIGINT and SIGTERM when the block ends.
 
-    A program that calls a command of trainshort and then goes on keeps its own signal handlers.
+    A Python program can call a command of trainshort as a function. Afterwards, the program has its own signal handlers
+    again.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python does not allow other threads to set signal handlers.

@@ -36,7 +36,7 @@ BUILD_TIMEOUT_SECONDS = 120
 SHA256_BYTES = 32
 
 # Python writes warnings to standard error even if logging is not configured. Users thus see why the first call is slow.
-log = logging.getLogger("trainshort.attention.kernels")
+log: logging.Logger = logging.getLogger("trainshort.attention.kernels")
 
 
 class KernelBuildError(Exception):

@@ -52,7 +52,9 @@ class TensorSource:
 
 
 def map_weight(*source_modules: str, transform: Transform = "identity") -> TensorSource:
-    """Return where the weights of a trainshort module come from, for the field `module_map` of a format.
+    """Describe which modules of a source model (such as a Hugging Face model) hold the weights of one of our modules.
+
+    The result is a value of `Format.module_map`, whose keys are the names of our modules.
 
     Args:
         source_modules: The modules of the source model that hold the weights. `{}` is the index of the layer.

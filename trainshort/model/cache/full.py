@@ -39,7 +39,7 @@ class LayerCache:
     """
 
     def __init__(self) -> None:
-        self.length = 0
+        self.length: int = 0
         self.method_cache: dict[str, Tensor] = {}
         self.max_skipped_mass: Float[Tensor, ""] | None = None
         # Keys (index 0) and values (index 1): (2, batch, kv_heads, capacity, dim). Only `length` columns are filled.

@@ -190,8 +190,9 @@ class DecodeArgs(ctypes.Structure):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "1 heads 1 dim"]:
         """Run the decode step (the attention of one new token to all cached keys).
 
-        The step also stores the new key and value in the ring buffer of each key-value head. If a ring buffer must grow
-        first, the step does not store them there, but sets the field `requested_capacity` of this ring buffer.
+        The step also stores the new key and the new value in the ring buffer of each key-value head. If a ring buffer
+        is too small, the key and the value are not stored in this ring buffer. Instead, the step writes the needed
+        capacity into the field `requested_capacity` of the ring buffer.
 
         Args:
             q: The query, shape (1, heads, 1, dim).

@@ -115,7 +115,7 @@ class PositionMethod(nn.Module):
 
     def __init__(self, config: ModelConfig, settings: Any) -> None:
         super().__init__()
-        self.name = config.position
+        self.name: str = config.position
 
     def embed(
         self, x: Float[Tensor, "batch length width"], position_ids: Int[Tensor, "batch length"]
