@@ -32,7 +32,7 @@ test: $(STAMP)   ## the default tests, and the shapes in the signatures
 # Tests of invalid arguments are left out, because the hook raises its own error before ours.
 CHECKED := trainshort.alibi,trainshort.attention,trainshort.model
 shapes: $(STAMP)  ## the tests of the tensor functions, with every annotated shape checked
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k 'not invalid_arguments_are_rejected and not unknown_bias_type' \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k 'not mistakes_are_explained and not arguments_are_rejected and not unknown_bias_type' \
 	  --jaxtyping-packages=$(CHECKED),beartype.beartype \
 	  tests/test_alibi.py tests/attention/test_functional.py tests/attention/test_windowed_torch.py tests/model/positions \
 	  tests/model/test_transformer.py tests/model/test_embeddings.py tests/model/test_cache.py
