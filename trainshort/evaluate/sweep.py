@@ -121,10 +121,10 @@ def score_batch(
     """Compute the losses of all targets (tokens to predict) of one batch.
 
     Args:
-        target: The model.
+        target: The evaluation target: the model that is evaluated.
         tokens: All tokens of the text.
         batch: The forward passes of the batch. Each pass reads one window of the text, and scores (computes the losses
-            of) the last targets of the window. All passes read and score equally many tokens.
+            of) the last targets of the window. All passes have the same window length and the same number of targets.
 
     Returns:
         The losses. Each row contains the losses of the targets that one pass scores.

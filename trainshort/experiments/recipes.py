@@ -33,7 +33,8 @@ ENCODER_METHODS = ("alibi", "sinusoidal", "rotary")
 def recipe_name(scale: Scale, variant: Variant) -> str:
     """Return the name of the recipe that trains a model at a scale.
 
-    The length in the name is the actual training length. The dataset is left out if the scale has only one dataset.
+    The length in the name is the actual training length. The dataset (`variant.setup`) is left out if the scale has
+    only one dataset. At the scale `laptop`, the models of the demo have short names such as "demo-alibi".
 
     Example:
         >>> recipe_name(scales.get("paper"), Variant("wikitext103", "alibi", 512))

@@ -196,6 +196,7 @@ class Sample:
                 )
         self.unread += tokens
         if self.seen is not None:
+            # `seen` marks all token ids that occurred in this text, for the repetition penalty.
             self.seen[self.unread] = True
         self.num_generated: int = 0
         self.finished = None

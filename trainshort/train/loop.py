@@ -313,8 +313,8 @@ def _next_state(state: TrainState, nll: float, target_count: int) -> TrainState:
         nll: The sum of the losses of the step, over all ranks.
         target_count: The number of targets of the step, over all ranks.
     """
-    # "window" stands for the steps since the last line in metrics.jsonl. "valid" stands for a validation, which did not
-    # happen at the new step yet. An "nll" is a sum of losses, and a "count" is the number of targets in the sum.
+    # "window" stands for the steps since the last line in metrics.jsonl. "valid" stands for the validation at the
+    # new step, which has not run yet. An "nll" is a sum of losses, and a "count" is the number of targets in the sum.
     changes = {
         "step": state.step + 1,
         "tokens": state.tokens + target_count,

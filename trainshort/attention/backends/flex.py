@@ -98,7 +98,7 @@ class Flex:
             out = result
             lse = None
 
-        # The certificate is the proven bound. The softmax mass that was really skipped is not measured.
+        # The certificate is the proven bound. The softmax mass that was actually skipped is not measured.
         max_skipped_mass = call.tolerance if can_skip_blocks else 0.0
         batch_and_heads = call.q.shape[:2]
         certificate = call.q.new_full(batch_and_heads, max_skipped_mass, dtype=torch.float32)

@@ -230,7 +230,7 @@ def check_rounding(builder: TinyModelBuilder) -> Iterator[Finding]:
 
 
 def _reference_logits_with_same_slopes(builder: TinyModelBuilder, tokens: Int[Tensor, "1 length"]) -> Logits:
-    """Return the logits of the reference model with the slopes that the examined model really uses.
+    """Return the logits of the reference model with the slopes that the examined model actually uses.
 
     `check_slopes` reports wrong slopes. If the reference model has the same slopes as the examined model, their logits
     differ by rounding only.

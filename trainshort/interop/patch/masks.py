@@ -72,14 +72,14 @@ _mask_info: ContextVar[MaskInfo | None] = ContextVar("mask_info", default=None)
 
 
 def head_model_forward(original: ReplacementMethod, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replace `forward` of a model with a head, such as `MptForCausalLM`.
+    """The new `forward` method of a patched model that has a head, such as `MptForCausalLM`.
 
     Packed documents are several documents in one row. A document must not attend to the others.
 
     The arguments that describe packed documents are stored until the call ends, because MPT and BLOOM do not pass
     these arguments on to their body.
     """
-    # `bind` finds the name of each argument, also of arguments that were passed without a name.
+    # `bind` finds the name of each argument, including positional arguments.
     bound_arguments = inspect.signature(original).bind(self, *args, **kwargs)
     packing = _packing_arguments(bound_arguments.arguments)
     reset_token = _packing_kwargs.set(packing)
@@ -103,7 +103,7 @@ def body_forward(original: ReplacementMethod, self: nn.Module, *args: Any, **kwa
     The replacement builds a `MaskInfo` from the arguments. `block_call` passes the `MaskInfo` to each block. The
     original method is then called with a small placeholder as its attention mask.
     """
-    # `bind` finds the name of each argument, also of arguments that were passed without a name.
+    # `bind` finds the name of each argument, including positional arguments.
     bound_arguments = inspect.signature(original).bind(self, *args, **kwargs)
     arguments = bound_arguments.arguments
 

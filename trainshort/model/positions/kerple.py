@@ -115,7 +115,8 @@ def log_bias_window(p: float, a: float, excess: float, tolerance: float) -> floa
     Args:
         p: The factor of the logarithm.
         a: The factor of the distance.
-        excess: An upper bound on the score of a key without bias minus the log-sum-exp of the row.
+        excess: An upper bound on `score - lse` for all keys. `score` is the product of query and key, to which no bias
+            has been added. `lse` is the log-sum-exp of all scores of the query.
         tolerance: The softmax mass that may be dropped.
 
     Returns:
